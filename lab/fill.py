@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvthaw.cache.clone import clone
 from kvthaw.cache.device_layers import DenseLayer
 from kvthaw.cache.device_memory import DeviceMemory
 from kvthaw.cache.index_api import RECENT_QUERIES
@@ -123,7 +122,7 @@ def _introduce(cache: Cache) -> None:
 
 def _fill(cache: KVCache, tokens: Iterator[Tokens], batch: int, shared: bool, coming: int) -> None:
     first = next(tokens)
-    clone(cache, first.sequences, _offloaded(cache, chain([first], tokens), shared))
+    cache.clone(first.sequences, _offloaded(cache, chain([first], tokens), shared))
     cache.wait()
     if batch > 1:
         cache.reorder([0] * batch)

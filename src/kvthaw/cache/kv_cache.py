@@ -1,16 +1,19 @@
-"""The KV cache of a model: its sequences, which are cleared, moved, cropped and copied between steps."""
+"""The KV cache of a model: its sequences, which are cleared, moved, cropped, forked and copied between steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from kvthaw.cache import passes
-from kvthaw.cache.device_layers import DenseLayer
-from kvthaw.cache.finite import FiniteCheck
+from kvthaw.cache.device_layers import DenseLayer, WindowLayer
+from kvthaw.cache.finite import FiniteCheck, check_prompts
 from kvthaw.cache.forward import Forward
+from kvthaw.cache.layer_base import LayerKV, LayerShape
+from kvthaw.cache.lengths import Lengths
+from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.state import LayerState, SequenceState
 from kvthaw.cache.stats import Stats, collect
 from kvthaw.cache.step import Step
@@ -163,6 +166,33 @@ class KVCache(Forward):
         for part in (*self.layers, self.sequences):
             part.reorder(order)
 
+    def clone(self, sequences: Lengths, layers: Iterable[LayerKV]) -> None:
+        """Copy the tokens of `layers`, which belong to another cache, into this empty one as its prompt, layer by layer."""
+        others = iter(layers)
+
+        def fill(layer: OffloadedLayer | DenseLayer, step: Step) -> None:
+            _clone(layer, step, next(others))
+
+        if sequences.padded_length:
+            self.append_stored_prompt(sequences.padded_length, list(sequences.left_pad), fill)
+
+    def join(self, others: Sequence[KVCache]) -> None:
+        """Move the tokens of other dense caches into this empty one, their sequences in order.
+
+        At most one layer is in memory twice. The other caches are empty afterwards.
+        """
+        rows = [(other, seq) for other in others for seq in range(other.sequences.count)]
+        self.sequences.adopt([other.sequences.length(seq) for other, seq in rows])
+        step = Step(0, self.sequences.padded_length, tuple(self.sequences.left_pad), frozenset())
+        for i, layer in enumerate(self.layers):
+            layer.prepare(step, LayerShape.of(others[0].layers[i], 0, None))
+            for seq, (other, own) in enumerate(rows):
+                layer.load(seq, other.layers[i].state(own), 0)
+            for other in others:
+                other.layers[i].reset()
+        for other in others:
+            other.reset()
+
     def reset(self) -> None:
         """Drop all sequences."""
         for layer in self.layers:
@@ -197,3 +227,52 @@ class KVCache(Forward):
         """Return statistics of the cache's content and work. Waits for the device."""
         self.finish_clear()
         return collect(self.settings, self.sequences, self.layers, self.chooser.reason)
+
+
+def _clone(layer: OffloadedLayer | DenseLayer, step: Step, other: LayerKV) -> None:
+    """Copy the tokens of another cache's layer, which are the step's tokens.
+
+    Rows that the other layer has on the host are shared. An index that would be the same is copied instead of built.
+    """
+    if isinstance(other, WindowLayer):
+        raise CacheError(f"layer {other.number} keeps {other.span.size} tokens, so its cache cannot be forked")
+    if isinstance(other, OffloadedLayer):
+        check_prompts([other])
+        other.wait()
+        if isinstance(layer, OffloadedLayer) and _can_reuse(layer, other):
+            layer.prepare(step, LayerShape.of(other, 0, None))
+            layer.clone_from(other)
+            return
+    if isinstance(layer, OffloadedLayer):
+        _check_queries(layer, other)
+        if isinstance(other, DenseLayer):
+            layer.prepare(step, LayerShape.of(other, 0, None))
+            layer.store.share(other.offloaded(layer.settings.block_size, layer.store.format))
+    passes.take_over(layer, other, step)
+
+
+def _check_queries(layer: OffloadedLayer, other: LayerKV) -> None:
+    """Raise CacheError if the index needs all queries of a prompt and the other layer has kept fewer."""
+    for seq in range(other.sequences.count) if layer.settings.method.prompt_queries is None else ():
+        known, tokens = other.queries(seq).shape[1], other.sequences.length(seq)
+        if known < tokens:
+            name = layer.settings.method.name
+            raise CacheError(
+                f"{name} is built with the queries of all {tokens} tokens, and the cache that it is forked from has kept {known}; "
+                f"fork {name} from a cache of full:queries=None, or fork {name}:queries={known}"
+            )
+
+
+def _can_reuse(layer: OffloadedLayer, other: OffloadedLayer) -> bool:
+    """Return whether this layer can copy the other layer's index.
+
+    Both must have the same method object, whose index serves any budget, and equal regions. The other index must be built
+    from a single prompt with nothing appended since.
+    """
+    mine, its, plan = layer.settings, other.settings, other.plan
+    known = "method", "seed", "block_size", "kv_dtype"
+    same = all(getattr(mine, name) == getattr(its, name) for name in known) and mine.method is its.method
+    sequences = other.sequences
+    if not same or not mine.method.any_budget or not sequences.prompt_only or plan is None:
+        return False
+    return mine.plan(sequences.longest, layer.sequences.limit).regions == plan.regions

@@ -16,7 +16,7 @@ from kvthaw.cache.prefix import PrefixCache
 from kvthaw.cache.prefix_kept import Entry, Key
 from kvthaw.engine.hf import Cache
 from kvthaw.engine.hf.folders import OWN, clean, delete_folder
-from kvthaw.engine.hf.saving import Part, check_header, index_kind, index_tensors, read_layers, write_folder
+from kvthaw.engine.hf.saving import Part, check_header, index_kind, layer_part, read_layers, write_folder
 from kvthaw.errors import CacheError
 from kvthaw.names import ALLOWED, is_name
 
@@ -122,10 +122,8 @@ class Library:
         updaters = {layer.number: layer.updater for layer in kv.offloaded}
         kept, parts = self.prefix.snapshots(kv, entry), list[Part]()
         for number, shape, rows in self.prefix.rows(entry):
-            index = index_tensors(updaters.get(number), {0: kept.get(number)})
-            parts.append(
-                (f"layer-{number:04}.safetensors", shape.scale, {"rows.0": rows, "queries.0": shape.queries[0].cpu()} | index)
-            )
+            states, queries = {0: kept.get(number)}, {0: shape.queries[0]}
+            parts.append(layer_part(number, shape.scale, updaters.get(number), states, rows={0: rows}, queries=queries))
         said = {"left_pad": [0], "token_ids": [entry.ids.tolist()], "tenant": entry.salt, "about": entry.about}
         return Collected(key, entry, index_kind(kv) | said, parts)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Self
 
-from kvthaw.cache.clone import join
 from kvthaw.engine.hf import Cache, PreTrainedModel
 from kvthaw.engine.hf.model import kv_bytes
 from kvthaw.errors import ConfigError, at_least
@@ -98,5 +97,5 @@ def joined(model: PreTrainedModel, bases: list[Cache]) -> Cache:
     whole = Cache(model, bases[0].settings.method)
     for i, layer in enumerate(whole.layers):
         layer.remember_module(bases[0].layers[i].module())
-    join(whole.kv, [base.kv for base in bases])
+    whole.kv.join([base.kv for base in bases])
     return whole

@@ -23,7 +23,6 @@ from transformers.cache_utils import (
 )
 
 from kvthaw.cache.chooser import offloaded_numbers
-from kvthaw.cache.clone import clone
 from kvthaw.cache.device_layers import WindowLayer
 from kvthaw.cache.device_memory import DeviceMemory
 from kvthaw.cache.host_memory import available_host_memory
@@ -322,7 +321,7 @@ class Cache(DynamicCache):
         own |= {"full_below": None} | {name: settings.pop(name) for name in SETTINGS if name in settings}
         twin = Cache(model, method, **{"sized_for": self._sized_for, "config": replace(self.config, **own), **settings})
         self.kv.rollback_failed_step()
-        clone(twin.kv, self.kv.sequences, self.kv.layers)
+        twin.kv.clone(self.kv.sequences, self.kv.layers)
         for i, layer in enumerate(self.layers):
             if not isinstance(layer, CacheLayer):
                 twin.layers[i] = copy.deepcopy(layer)  # in place: twin._shared has the same list

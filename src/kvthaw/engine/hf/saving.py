@@ -268,12 +268,10 @@ def _tensors(kv: KVCache, layers: Sequence[Any]) -> Iterator[Part]:
         if layer is not None:
             own = {seq: layer.read(seq, 0, sequences.length(seq)) for seq in range(sequences.count)}
             format = row_format(kv.settings.kv_dtype, own[0].shape[3], own[0].dtype)
-            rows = {f"rows.{seq}": format.encode(each) for seq, each in own.items()}
-            queries = {f"queries.{seq}": found for seq, found in layer.recent_queries.items()}
+            rows = {seq: format.encode(each) for seq, each in own.items()}
             updater = layer.updater if isinstance(layer, OffloadedLayer) else None
             found = {} if updater is None else {seq: updater.snapshot(seq) for seq in range(sequences.count)}
-            held = rows | queries | index_tensors(updater, found)
-            yield _name(number), layer.scale, {name: each.cpu().contiguous() for name, each in held.items()}
+            yield layer_part(number, layer.scale, updater, found, rows=rows, queries=layer.recent_queries)
         elif isinstance(other, DynamicLayer):
             held = {"keys": other.keys, "values": other.values}
             yield _name(number), 0.0, {name: each.cpu().contiguous() for name, each in held.items()}
@@ -290,18 +288,28 @@ def index_kind(kv: KVCache) -> dict[str, Any]:
     return {"index": known}
 
 
-def index_tensors(updater: IndexUpdater | None, states: Mapping[int, IndexState | None]) -> dict[str, Tensor]:
-    """Return the states of an index, by sequence, as tensors for a layer's file."""
-    held = {}
+def layer_part(
+    number: int,
+    scale: float,
+    updater: IndexUpdater | None,
+    states: Mapping[int, IndexState | None],
+    **kinds: Mapping[int, Tensor],
+) -> Part:
+    """Return the name of a layer's file, its softmax scale and its tensors.
+
+    states: of its index, by sequence.
+    kinds: rows [H, T, *tail] as they are stored, and queries [Hq, W, D], by sequence.
+    """
+    held = {f"{kind}.{seq}": each for kind, own in kinds.items() for seq, each in own.items()}
     for seq, state in states.items():
         if updater is not None and state is not None:
             held[f"index.{seq}.span"] = torch.tensor([state.first, state.end])
             held |= {f"index.{seq}.{name}": tensor for name, tensor in updater.tensors(state).items()}
-    return held
+    return _name(number), scale, {name: each.cpu().contiguous() for name, each in held.items()}
 
 
 def _indexes(tensors: Mapping[str, Tensor]) -> dict[int, IndexState]:
-    """Return the states that index_tensors() wrote."""
+    """Return the states that layer_part() named."""
     found: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         kind, _, rest = name.partition(".")
