@@ -212,7 +212,9 @@ class DenseLayer(DeviceLayer):
         self.recent_queries.begin(step)
 
     def copy_from(self, other: Self) -> None:
-        self.scale, self._data, self._tickets = other.scale, other._data.clone(), other._tickets.clone()
+        data = other._data
+        self.scale, self._tickets = other.scale, other._tickets.clone()
+        self._data = self._zeros(tuple(data.shape), data.dtype, data.device).copy_(data)
         self.recent_queries.replace(other.recent_queries)
 
     def reorder(self, sequences: Sequence[int]) -> None:
