@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -101,6 +103,22 @@ def test_memory_of_a_reset_cache_returns_to_the_device(small_gpu: int) -> None:
     kept.clear()
     memory.reset()
     assert torch.empty(small_gpu * 7 // 8, dtype=torch.uint8, device=device).is_cuda
+
+
+@pytest.mark.gpu
+def test_a_cache_that_is_garbage_does_not_end_the_process() -> None:
+    """torch ends it if a pool is destroyed within another's context, where the collector may run."""
+    device, before = torch.device("cuda"), gc.get_threshold()
+    left: Any = DeviceMemory("auto", (0,))
+    left.allocate(device, lambda: torch.empty(1 << 20, device=device))
+    left.itself = left
+    memory = DeviceMemory("auto", (0,))
+    gc.set_threshold(1, 1, 1)
+    try:
+        del left
+        memory.allocate(device, lambda: [[] for _ in range(10_000)])
+    finally:
+        gc.set_threshold(*before)
 
 
 @pytest.mark.gpu

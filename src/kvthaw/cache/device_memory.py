@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -35,6 +37,22 @@ def _available(device: torch.device) -> tuple[int, int]:
     """Return the free bytes of a GPU, and of all its bytes how many torch may take."""
     free, total = torch.cuda.mem_get_info(device)
     return free, int(total * torch.cuda.get_per_process_memory_fraction(device))
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Disable garbage collection.
+
+    A capture fails if an earlier graph is destroyed meanwhile. torch ends the process if a pool is destroyed while memory is
+    allocated from another.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class DeviceMemory:
@@ -88,7 +106,7 @@ class DeviceMemory:
             self._pool = torch.cuda.MemPool()
         self._nested = True
         try:
-            with torch.cuda.use_mem_pool(self._pool, device.index):
+            with uncollected(), torch.cuda.use_mem_pool(self._pool, device.index):
                 return work()
         finally:
             self._nested = False

@@ -10,18 +10,18 @@ that one on run eagerly.
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from kvthaw.cache.device_memory import uncollected
 from kvthaw.cache.index_api import Method
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.streams import Observer, SegmentedGraph
@@ -97,18 +97,6 @@ def bucket(kv: KVCache, rows: int) -> int:
     first = next(iter(kv.offloaded), None)
     on_device = first is not None and (first.attends_to_all or (first.retriever is not None and not first.on_host))
     return kv.sequences.bucket(rows) if on_device else 0
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Disable garbage collection: a capture fails if an earlier graph is destroyed meanwhile."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @dataclass(eq=False, slots=True)

@@ -14,7 +14,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from kvthaw.engine.graph_runner import uncollected
+from kvthaw.cache.device_memory import uncollected
 from kvthaw.errors import hint
 from kvthaw.serve.clients import client_of
 from kvthaw.serve.errors import ApiError

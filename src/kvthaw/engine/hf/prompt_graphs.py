@@ -15,9 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 
+from kvthaw.cache.device_memory import uncollected
 from kvthaw.cache.layer_base import AttentionParams, LayerPrompt
 from kvthaw.cache.streams import SegmentedGraph
-from kvthaw.engine.graph_runner import forward_needs_host, uncollected
+from kvthaw.engine.graph_runner import forward_needs_host
 from kvthaw.engine.hf.batch_cache import BatchCache, packs
 from kvthaw.engine.hf.cache_argument import CACHE
 from kvthaw.engine.hf.fused import fused
