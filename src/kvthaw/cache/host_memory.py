@@ -361,7 +361,3 @@ class BlockAllocator:
             return Block(self.memory.allocate_free(self.shape, self.dtype, pinned=self.pinned))
 
         return self.memory.retried(made)
-
-    def on_host(self) -> Tensor:
-        """Return an uninitialised block in host memory. Raises HostMemoryError."""
-        return self.memory.allocate(self.shape, self.dtype, pinned=self.pinned)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -79,14 +79,12 @@ class KVCache(Forward):
         """
         self.rollback_failed_step(ahead=True)
         self.finish_clear()
-        layers: list[LayerState] = []
-        try:
+        layers = list[LayerState]()
+        with ExitStack() as undo:
             for layer in self.layers:
                 layers.append(layer.export(seq, self.streams.memory))
-        except BaseException:
-            for one in layers:
-                one.release()
-            raise
+                undo.callback(layers[-1].release)
+            undo.pop_all()
         for device in {tensor.device for layer in self.layers for tensor in layer.tensors()[:1]}:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
@@ -187,7 +185,7 @@ class KVCache(Forward):
         for i, layer in enumerate(self.layers):
             layer.prepare(step, LayerShape.of(others[0].layers[i], 0, None))
             for seq, (other, own) in enumerate(rows):
-                layer.load(seq, other.layers[i].state(own), 0)
+                layer.take(seq, other.layers[i], own)  # type: ignore[arg-type]  # both are of one kind
             for other in others:
                 other.layers[i].reset()
         for other in others:

@@ -151,8 +151,8 @@ class LayerKV(Protocol):
     Shapes: query [B, Hq, T, D]; key, value [B, H, T, D]. B is 1 for a step of one sequence. Layers hold no lengths:
     `sequences` does, and the owner of all layers commits them after the last layer. Until then every call may be repeated.
 
-    A kind of layer inherits from this class and overrides every method except begin, export, queries and length. `make_layers`
-    (`cache/chooser.py`) makes the layers of a cache.
+    A kind of layer inherits from this class and overrides every method except begin, export, length, queries and take.
+    `make_layers` (`cache/chooser.py`) makes the layers of a cache.
     """
 
     number: int
@@ -222,6 +222,12 @@ class LayerKV(Protocol):
 
     def load(self, seq: int, state: LayerState, start: int) -> None:
         """Load a state into an empty sequence, whose ring begins at `start` from then on."""
+
+    def take(self, seq: int, other: Self, own: int) -> None:
+        """Copy sequence `own` of another layer, without its index, into an empty sequence. Blocks are shared."""
+        state = other.state(own)
+        self.load(seq, state, 0)
+        state.release()
 
     def prepare(self, step: Step, shape: LayerShape) -> None:
         """Allocate the layer if it is not allocated, for a step whose tokens are loaded instead of prefilled."""

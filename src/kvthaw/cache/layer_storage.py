@@ -248,18 +248,12 @@ class LayerStorage:
             self.slab.write(seq, 0, self.store.read(seq, 0, min(self.slab.regions.sink, state.stored)))
             self.refill(seq, start, state.stored)
 
-    def clone_from(self, other: LayerStorage, *, pool: bool) -> None:
-        """Share the blocks of another layer, and copy its sink and ring.
-
-        pool: copy the pool and the counts, too. The slabs must have equal sizes.
-        """
-        self.store.share(other.store)
-        self.slab.held().copy_(other.slab.held())
-        if pool:
-            for mine, its in zip(self.slab.tensors(), other.slab.tensors(), strict=True):
-                mine.copy_(its)
-            self.store.crossed.copy_(other.store.crossed)
-            self._latest = dict(other._latest)
+    def copy_pool(self, other: LayerStorage) -> None:
+        """Copy the slab and the counts of another layer that has rows of the same sequences."""
+        for mine, its in zip(self.slab.tensors(), other.slab.tensors(), strict=True):
+            mine.copy_(its)
+        self.store.crossed.copy_(other.store.crossed)
+        self._latest = dict(other._latest)
 
     def reorder(self, sequences: Sequence[int]) -> None:
         """Replace sequence i by the former sequence sequences[i]."""

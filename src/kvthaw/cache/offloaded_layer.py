@@ -74,8 +74,6 @@ class OffloadedLayer(LayerKV):
         self._again: tuple[Step | None, int] = None, 0  # the last step whose queries came again, and asked_again before it
         self.extremes: list[Tensor] = []
 
-    # Reading
-
     @property
     def store(self) -> HostStore:
         """All rows."""
@@ -402,11 +400,12 @@ class OffloadedLayer(LayerKV):
         pool: copy the pool and the counts, too. The plans must be equal.
         """
         other.wait()
-        self.storage.clone_from(other.storage, pool=pool)
-        self.recent_queries.replace(other.recent_queries)
+        for seq in range(other.store.seqs):
+            self.take(seq, other, seq)
+        if pool:
+            self.storage.copy_pool(other.storage)
         if self.updater is not None and other.updater is not None:
             self.updater.clone_from(other.updater, pool=pool)
-            self.updater.retriever.make_room(self.sequences.capacity)
 
     def reorder(self, sequences: Sequence[int]) -> None:
         if self.plan is None:

@@ -167,7 +167,8 @@ class Placement:
 
     def _to_host(self) -> Block | None:
         try:
-            return Block(self.store.allocator.on_host())
+            blocks = self.store.allocator
+            return Block(blocks.memory.allocate(blocks.shape, blocks.dtype, pinned=blocks.pinned))
         except HostMemoryError as error:
             if not self._short:
                 self._short = True

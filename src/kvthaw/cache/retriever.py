@@ -240,6 +240,7 @@ class Retriever:
         self.index.clone_from(other.index)
         if pool:
             self.residency, self.asked_again = copy.deepcopy(other.residency), other.asked_again
+        self.make_room(self.sequences.capacity)
 
     def fresh_index(self, store: HostStore | None = None) -> Index:
         """Return an empty index of this group.
