@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import Linear, Module, Parameter
-from transformers import DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import kvthaw
 from kvthaw.engine.hf import fused, projections, recognised
@@ -84,6 +85,17 @@ def test_weights_of_one_product_follow_each_other(name: str, device: torch.devic
     places = [one.data_ptr() for one in model.parameters()]
     fused.find(model)
     assert [one.data_ptr() for one in model.parameters()] == places
+
+
+def test_a_model_whose_weights_were_moved_is_saved_and_copied(tmp_path: Path) -> None:
+    model = build("llama")
+    plain = logits(model)
+    fused.find(model)
+    model.save_pretrained(tmp_path)
+    size = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    assert size < 1.05 * sum(one.nbytes for one in model.parameters())
+    for twin in (AutoModelForCausalLM.from_pretrained(tmp_path), copy.deepcopy(model)):
+        assert torch.equal(logits(twin), plain)
 
 
 def test_weights_that_share_memory_stay_where_they_are() -> None:
