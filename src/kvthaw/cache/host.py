@@ -177,7 +177,8 @@ class HostStore:
         """
         if not 0 <= start <= stop <= self._length[seq]:
             raise IndexError(f"rows {start}..{stop} of sequence {seq}, which holds {self._length[seq]}")
-        parts = self._parts(seq, start, stop)
+        own, pieces = self.table.blocks[seq], self._pieces(start, stop)
+        parts = [own[number].data[:, offset : offset + take] for number, offset, _, take in pieces]
         if not parts:
             return torch.empty((self.kv_heads, 0, 2, self.head_dim), dtype=self.dtype)
         devices = {part.device for part in parts}
@@ -296,11 +297,6 @@ class HostStore:
 
     def __del__(self) -> None:
         self.release()
-
-    def _parts(self, seq: int, start: int, stop: int) -> list[Tensor]:
-        """Return rows of a sequence in stored form, [H, n, *tail] of each block."""
-        own, pieces = self.table.blocks[seq], self._pieces(start, stop)
-        return [own[number].data[:, offset : offset + take] for number, offset, _, take in pieces]
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
         """Yield (number, offset, done, take) for each block that has some of the rows start .. stop.

@@ -26,15 +26,7 @@ class Slab:
     """
 
     def __init__(
-        self,
-        seqs: int,
-        kv_heads: int,
-        head_dim: int,
-        regions: Regions,
-        slots: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, seqs: int, kv_heads: int, head_dim: int, regions: Regions, slots: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.regions, self.slots = regions, slots
         self.pool_start = regions.sink + regions.ring

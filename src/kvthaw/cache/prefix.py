@@ -69,11 +69,7 @@ class PrefixCache:
     """
 
     def __init__(
-        self,
-        *,
-        host_bytes: int | str | None = None,
-        kv_dir: str | Path | None = None,
-        disk_bytes: int | str | None = None,
+        self, *, host_bytes: int | str | None = None, kv_dir: str | Path | None = None, disk_bytes: int | str | None = None
     ) -> None:
         check_type(int | str | None, host_bytes=host_bytes, disk_bytes=disk_bytes)
         check_type(str | Path | None, kv_dir=kv_dir)

@@ -188,14 +188,8 @@ class Retriever:
         """Check the index's selection: at first for tested indexes, always for others, never while a step is captured."""
         if self._unchecked == 0 or capturing(query.device):
             return
-        check_selection(
-            selection,
-            f"{type(self.index).__name__} of {self.method.name}",
-            self.context,
-            query.shape[0],
-            self.rows,
-            self.sequences.on_device.starts[: len(query)],
-        )
+        who, ends = f"{type(self.index).__name__} of {self.method.name}", self.sequences.on_device.starts[: len(query)]
+        check_selection(selection, who, self.context, query.shape[0], self.rows, ends)
         if self._unchecked is not None:
             self._unchecked -= 1
 

@@ -122,8 +122,11 @@ class SparseAttention(HeldAttention):
 
     def _rows(self, step: Step | None, t: int, query: Tensor, attention: AttentionParams) -> Rows:
         retriever, how = self.retriever, dict[str, Any]()
-        choice = self._choose(retriever, step, query, t)
-        own = None if self.ahead is None else retriever.index
+        if self.ahead is None:
+            choice, own = retriever.choices[t].followed, None
+        else:
+            longest = self.sequences.longest if step is None else step.start + t + 1 - min(step.left_pad)
+            choice, own = self.ahead.choose(query, longest, t), retriever.index
         fetch_choice(self.transfer, choice, self.storage.store, self.storage.slab, own)
         selection, reads = choice.selection, retriever.reads_blocks
         if selection.partial is not None:
@@ -136,18 +139,12 @@ class SparseAttention(HeldAttention):
             how["partials"] = [selection.partial]
         if selection.log_weight is not None:
             how["log_weight"] = self._by_place(selection.log_weight, None if reads else choice.slots)
-        return choice, self._selected(retriever, choice) if reads else choice.live, how
+        return choice, self._selected(choice) if reads else choice.live, how
 
-    def _choose(self, retriever: Retriever, step: Step | None, query: Tensor, t: int) -> Choice:
-        if self.ahead is None:
-            return retriever.choices[t].followed
-        longest = self.sequences.longest if step is None else step.start + t + 1 - min(step.left_pad)
-        return self.ahead.choose(query, longest, t)
-
-    def _selected(self, retriever: Retriever, choice: Choice) -> Selected:
+    def _selected(self, choice: Choice) -> Selected:
         """Return the rows of a choice and where they lie in this layer."""
         selection, store = choice.selection, self.storage.store
-        counts = selection.counts, retriever.residency.counts
+        counts = selection.counts, self.retriever.residency.counts
         tally = counts if choice.slots is None and self.ahead is not None else None
         rows = selection.rows.contiguous()
         return Selected(rows, choice.slots, self.storage.table()[: len(rows)], store.block_size, tally, store.format)
