@@ -24,8 +24,6 @@ from transformers.cache_utils import (
 
 from kvthaw.cache.chooser import offloaded_numbers
 from kvthaw.cache.device_layers import WindowLayer
-from kvthaw.cache.device_memory import DeviceMemory
-from kvthaw.cache.host_memory import available_host_memory
 from kvthaw.cache.index_api import Index, Method, Rotary
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.passes import reserve
@@ -36,23 +34,22 @@ from kvthaw.engine.graph_runner import CapturedSteps
 from kvthaw.engine.hf import saving
 from kvthaw.engine.hf.attention import unwrap, use_kvthaw_attention
 from kvthaw.engine.hf.cache_argument import CACHE
-from kvthaw.engine.hf.dry_run import dry_run
+from kvthaw.engine.hf.dry_run import dry_run, that_fits
 from kvthaw.engine.hf.hooks import prefetch, rotary, turns_by_length
 from kvthaw.engine.hf.identity import Origin, adapters
 from kvthaw.engine.hf.layer import CacheLayer, Layers, Shared, WindowCacheLayer
 from kvthaw.engine.hf.masks import as_bool
-from kvthaw.engine.hf.model import head_dim, kv_bytes, kv_heads, of_layer, positions
+from kvthaw.engine.hf.model import head_dim, kv_heads, of_layer
 from kvthaw.engine.hf.tensor_parallel import ranks
 from kvthaw.errors import CacheError, UnsupportedModelError, at_least
 from kvthaw.formatting import counted, human
 from kvthaw.kernels.local import Span
 from kvthaw.kernels.row_format import row_format
 from kvthaw.method_names import AUTO
-from kvthaw.methods.auto import Limits, candidates, fastest, find
+from kvthaw.methods.auto import candidates, find
 from kvthaw.typecheck import check_type
 
 _log = logging.getLogger(__name__)
-_LONGEST = 131072  # tokens to choose a method for, if the model has more positions or does not say
 
 
 def check_settings(config: PreTrainedConfig, method: str | Method, given: CacheConfig) -> None:
@@ -146,7 +143,12 @@ class Cache(DynamicCache):
             methods = [each for each, index in indexes if index is None or not index.traits.attends]
         chosen, self._passed_over = methods[0], ""
         if len(methods) > 1:
-            chosen, self._passed_over = _that_fits(model, methods, full, sized_for, given)
+
+            def needs(method: Method, device_memory: int, size: tuple[int, int, int]) -> Needs:
+                cache = Cache(model, method, config=replace(given, device_memory=device_memory, full_below=None))
+                return cache.needs(*size, pinned=model.device.type == "cuda")
+
+            chosen, self._passed_over = that_fits(model, methods, full, sized_for, given, needs)
         self.shares_kv = bool(getattr(config, "num_kv_shared_layers", 0))
         processes, layer = ranks(model), of_layer(config, full[0])
         heads = kv_heads(layer) // processes.all_heads(1)
@@ -266,7 +268,7 @@ class Cache(DynamicCache):
         """Raise CacheError for a mask, [B, n] or [B, 1, 1, n], that does not fit a step of one token."""
         sequences = self.kv.sequences
         own = mask[:, None, None].bool() if mask.ndim == 2 else as_bool(mask)
-        self._shared.read_mask(own, sequences.count, sequences.padded_length, 1)
+        self._shared.masks.read(own, self._shared.padding or [0] * sequences.count, sequences.padded_length, 1)
 
     def reset(self) -> None:
         """Drop all tokens, and the captured step with the tensors that it reads."""
@@ -393,44 +395,3 @@ def sequence_bytes(model: PreTrainedModel, method: str | Method, capacity: int, 
     cache = Cache(model, method, config=replace(config, full_below=0, device_memory=0))
     cache.kv.sequences.room = capacity
     return cache.needs(1, capacity, 0, pinned=False).device
-
-
-def _that_fits(
-    model: PreTrainedModel,
-    methods: Sequence[Method],
-    layers: Sequence[int],
-    sized_for: tuple[int, int, int] | None,
-    config: CacheConfig,
-) -> tuple[Method, str]:
-    """Return the fastest of `methods` that fits, and why it is not the first.
-
-    layers: the layers that keep KV of all tokens.
-    """
-    processes = ranks(model)
-    memory = DeviceMemory(config.device_memory or "auto", (), processes)
-    memory.resolve(model.device)
-    rows, tokens, new = sized_for or (1, min(positions(model) or _LONGEST, _LONGEST), 0)
-    every = kv_bytes(model, layers) // processes.all_heads(1)
-    if not memory.bytes or rows * (tokens + new) * every <= memory.bytes:  # an index takes less than all KV
-        return methods[0], ""
-    free = available_host_memory(processes) if config.host_bytes is None else config.host_bytes
-    host = None if free is None else processes.least(free)
-
-    def needs(method: Method) -> Needs:
-        cache = Cache(model, method, config=replace(config, device_memory=memory.bytes, full_below=None))
-        return cache.needs(rows, tokens, new, pinned=model.device.type == "cuda")
-
-    def limits(needs: Needs) -> Limits:
-        return {"device": (needs.device, memory.bytes)} | ({} if host is None else {"host": (needs.host, host)})
-
-    chosen = fastest(methods, needs, limits)
-    if chosen.lacks and sized_for is not None:
-        _log.warning(
-            "no method fits %d x %s tokens: %s. A shorter prompt may, kv_dtype='fp8' or quantised weights: kvthaw plan tells",
-            rows,
-            f"{tokens + new:,}",
-            chosen.lacks,
-        )
-    elif chosen.reason:
-        _log.info("%s was chosen: %s", chosen.method.name, chosen.reason)
-    return chosen.method, chosen.reason

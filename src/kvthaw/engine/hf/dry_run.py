@@ -3,7 +3,8 @@ only sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import logging
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,16 +14,22 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvthaw.cache.device_layers import DenseLayer
+from kvthaw.cache.device_memory import DeviceMemory
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.host_memory import held_bytes
+from kvthaw.cache.host_memory import available_host_memory, held_bytes
+from kvthaw.cache.index_api import Method
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Needs
 from kvthaw.cache.retriever import Retriever
 from kvthaw.cache.step import Step, roomier
-from kvthaw.engine.hf.model import head_dim, kv_heads, of_layer, plain_weights
+from kvthaw.config import CacheConfig
+from kvthaw.engine.hf.model import head_dim, kv_bytes, kv_heads, of_layer, plain_weights, positions
 from kvthaw.engine.hf.tensor_parallel import ranks
+from kvthaw.methods.auto import Limits, fastest
 
+_log = logging.getLogger(__name__)
+_LONGEST = 131072  # tokens to choose a method for, if the model has more positions or does not say
 _SAMPLE, _DECODED = 4096, 64
 """Keys of the sample index that estimates the size of an index on the host, and how many of them are appended after its
 prompt."""
@@ -144,3 +151,42 @@ def weight_bytes(model: PreTrainedModel, tokens: int = 0) -> int:
     experts = next((n for name in names if (n := getattr(config, name, None))), 0)
     used = min(1.0, tokens * (getattr(config, "num_experts_per_tok", None) or 1) / experts) if experts and tokens else 1.0
     return sum(round(weight.nbytes * (used if ".experts." in name else 1.0)) for name, weight in plain_weights(model))
+
+
+def that_fits(
+    model: PreTrainedModel,
+    methods: Sequence[Method],
+    layers: Sequence[int],
+    sized_for: tuple[int, int, int] | None,
+    config: CacheConfig,
+    needs: Callable[[Method, int, tuple[int, int, int]], Needs],
+) -> tuple[Method, str]:
+    """Return the fastest of `methods` that fits, and why it is not the first.
+
+    layers: the layers that keep KV of all tokens.
+    needs: needs(method, device_memory, size) returns the memory of a cache.
+    """
+    processes = ranks(model)
+    memory = DeviceMemory(config.device_memory or "auto", (), processes)
+    memory.resolve(model.device)
+    rows, tokens, new = sized_for or (1, min(positions(model) or _LONGEST, _LONGEST), 0)
+    every = kv_bytes(model, layers) // processes.all_heads(1)
+    if not memory.bytes or rows * (tokens + new) * every <= memory.bytes:  # an index takes less than all KV
+        return methods[0], ""
+    free = available_host_memory(processes) if config.host_bytes is None else config.host_bytes
+    host = None if free is None else processes.least(free)
+
+    def limits(needs: Needs) -> Limits:
+        return {"device": (needs.device, memory.bytes)} | ({} if host is None else {"host": (needs.host, host)})
+
+    chosen = fastest(methods, lambda method: needs(method, memory.bytes, (rows, tokens, new)), limits)
+    if chosen.lacks and sized_for is not None:
+        _log.warning(
+            "no method fits %d x %s tokens: %s. A shorter prompt may, kv_dtype='fp8' or quantised weights: kvthaw plan tells",
+            rows,
+            f"{tokens + new:,}",
+            chosen.lacks,
+        )
+    elif chosen.reason:
+        _log.info("%s was chosen: %s", chosen.method.name, chosen.reason)
+    return chosen.method, chosen.reason

@@ -20,7 +20,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams, LayerKV
 from kvthaw.cache.passes import check_memory, reserve
-from kvthaw.engine.hf.masks import as_bool, attention_by_mask, causal_mask, dense_attention, is_padding
+from kvthaw.engine.hf.masks import Masks, as_bool, attention_by_mask, dense_attention
 from kvthaw.errors import CacheError, ConfigError, KvthawError, UnsupportedModelError
 from kvthaw.kernels.row_format import row_format
 
@@ -64,9 +64,7 @@ class Shared:
         self.of = weakref.ref(Layers())  # the cache's own list of its layers, whose elements hold this object
         self.pending: CacheLayer | None = None
         self.reordered = False  # sequences changed places between steps (beam search)
-        self._mask: weakref.ref[Tensor] | None = None  # the mask that was read last
-        self._read: tuple[list[int], bool] = [], False
-        self._read_step = False  # a single token's mask was read since the last prompt
+        self.masks = Masks()
 
     @property
     def length(self) -> int:
@@ -77,38 +75,11 @@ class Shared:
         sequences = self.kv.sequences
         return sequences.past if sequences.filling else sequences.padded_length
 
-    def read_mask(self, mask: Tensor | None, batch: int, before: int, steps: int) -> tuple[list[int], bool]:
-        """Check the model's mask for `steps` tokens after `before` tokens.
-
-        Returns the left padding of each row, and whether the mask differs from causal attention. On a GPU reading a mask
-        waits for the device, so a single token's mask is read only at the first step after a prompt. Its size is always
-        checked. Raises CacheError for a mask of other rows or tokens, or one that hides more than left padding.
-        """
-        filling = self.kv.sequences.filling
-        known = [0] if filling else list(self.kv.sequences.left_pad) or [0] * batch
-        if mask is None:
-            return known, False
-        if mask.ndim != 4 or mask.dtype != torch.bool:
-            raise CacheError(
-                f"attention_mask is {mask.dtype} of shape {list(mask.shape)}; kvthaw takes the 2-D mask of the padding, or a 4-D "
-                "one of bools or of 0 and -inf"
-            )
-        if mask.shape[0] != batch:
-            raise CacheError(f"attention_mask has {mask.shape[0]} rows; the tokens have {batch}")
-        if mask.shape[3] != before + steps:
-            raise CacheError(
-                f"attention_mask covers {mask.shape[3]} tokens; it must cover the {before} in the cache and {steps} new ones"
-            )
-        if mask.is_cuda and steps == 1 and self._read_step and before not in known:
-            return known, False
-        self._read_step = steps == 1
-        if self._mask is None or self._mask() is not mask:
-            self._read, self._mask = _said(mask, before, steps), weakref.ref(mask)
-        pads, own = self._read
-        for row, (had, now) in enumerate(zip(known, pads, strict=True)):
-            if now != had and had < before:
-                raise CacheError(f"attention_mask hides {now} tokens of row {row}; the cache knows {had} as padding")
-        return list(pads), own
+    @property
+    def padding(self) -> list[int]:
+        """The left padding of each row; none before the first prompt."""
+        sequences = self.kv.sequences
+        return [0] if sequences.filling else list(sequences.left_pad)
 
     @property
     def layers(self) -> Layers:
@@ -153,7 +124,7 @@ class Shared:
 
     def forget(self) -> None:
         """Forget notes about tokens that are gone."""
-        self.pending, self.reordered, self._mask, self._read_step = None, False, None, False
+        self.pending, self.reordered, self.masks = None, False, Masks()
 
     def check_attached(self) -> None:
         """Raise CacheError if the model of this cache does not attend through kvthaw."""
@@ -166,25 +137,9 @@ class Shared:
         memo[id(self)] = twin
         twin.__dict__.update(self.__dict__)
         twin.kv = copy.deepcopy(self.kv, memo)
+        twin.masks = Masks()
         twin.of, twin.pending = weakref.ref(copy.deepcopy(self.layers, memo)), None
         return twin
-
-
-def _said(mask: Tensor, before: int, steps: int) -> tuple[list[int], bool]:
-    """Return each row's left padding by a mask [B, 1, 1 or T, n], and whether the mask is not causal."""
-    seen = mask[:, 0, -1]  # by the last query
-    padding = is_padding(mask)
-    if bool((seen[:, :-1] & ~seen[:, 1:]).any()) or not (padding or bool((mask[:, 0] <= seen[:, -steps:, None]).all())):
-        raise CacheError("attention_mask hides tokens after visible ones; kvthaw takes padding on the left only")
-    pads: list[int] = (seen.shape[1] - seen.sum(dim=1)).tolist()
-    if padding or torch.equal(mask, causal_mask(mask[:, :, -1:], steps)):
-        return pads, False
-    if before:
-        raise CacheError(
-            "attention_mask is every query's own, as where tokens of an image attend both ways; kvthaw takes such tokens with "
-            "the first prompt, in one pass"
-        )
-    return pads, True
 
 
 def _kept(held: int, tokens_to_remove: int) -> int:
@@ -293,7 +248,9 @@ class CacheLayer(TaggingLayer):
                 self._check_rows(batch)
             if mask is not None:  # in a batch nothing is padded; some models still make a mask of ones (OPT, until 5.23)
                 mask = None if cache.sequences.room or not cache.reads_masks else as_bool(mask)
-            pads, own = shared.read_mask(mask, batch, before, steps)
+            pads, own = shared.padding or [0] * batch, False
+            if mask is not None:
+                pads, own = shared.masks.read(mask, pads, before, steps)
             if new and self.first:
                 self.check(key, pads, before)
         except KvthawError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -37,6 +38,63 @@ def causal_mask(padding: Tensor, steps: int) -> Tensor:
     n = padding.shape[3]
     causal = torch.ones(steps, n, dtype=torch.bool, device=padding.device).tril(n - steps)
     return causal[None, None] & padding
+
+
+class Masks:
+    """Read the model's masks, each of them once."""
+
+    def __init__(self) -> None:
+        self._mask: weakref.ref[Tensor] | None = None  # the mask that was read last
+        self._read: tuple[list[int], bool] = [], False
+        self._read_step = False  # a single token's mask was read since the last prompt
+
+    def read(self, mask: Tensor, known: list[int], before: int, steps: int) -> tuple[list[int], bool]:
+        """Check the model's mask for `steps` tokens after `before` tokens.
+
+        Returns the left padding of each row, and whether the mask differs from causal attention. On a GPU reading a mask
+        waits for the device, so a single token's mask is read only at the first step after a prompt. Its size is always
+        checked. Raises CacheError for a mask of other rows or tokens, or one that hides more than left padding.
+
+        known: the left padding of each row as the cache knows it.
+        """
+        if mask.ndim != 4 or mask.dtype != torch.bool:
+            raise CacheError(
+                f"attention_mask is {mask.dtype} of shape {list(mask.shape)}; kvthaw takes the 2-D mask of the padding, or a 4-D "
+                "one of bools or of 0 and -inf"
+            )
+        if mask.shape[0] != len(known):
+            raise CacheError(f"attention_mask has {mask.shape[0]} rows; the tokens have {len(known)}")
+        if mask.shape[3] != before + steps:
+            raise CacheError(
+                f"attention_mask covers {mask.shape[3]} tokens; it must cover the {before} in the cache and {steps} new ones"
+            )
+        if mask.is_cuda and steps == 1 and self._read_step and before not in known:
+            return known, False
+        self._read_step = steps == 1
+        if self._mask is None or self._mask() is not mask:
+            self._read, self._mask = _said(mask, before, steps), weakref.ref(mask)
+        pads, own = self._read
+        for row, (had, now) in enumerate(zip(known, pads, strict=True)):
+            if now != had and had < before:
+                raise CacheError(f"attention_mask hides {now} tokens of row {row}; the cache knows {had} as padding")
+        return list(pads), own
+
+
+def _said(mask: Tensor, before: int, steps: int) -> tuple[list[int], bool]:
+    """Return each row's left padding by a mask [B, 1, 1 or T, n], and whether the mask is not causal."""
+    seen = mask[:, 0, -1]  # by the last query
+    padding = is_padding(mask)
+    if bool((seen[:, :-1] & ~seen[:, 1:]).any()) or not (padding or bool((mask[:, 0] <= seen[:, -steps:, None]).all())):
+        raise CacheError("attention_mask hides tokens after visible ones; kvthaw takes padding on the left only")
+    pads: list[int] = (seen.shape[1] - seen.sum(dim=1)).tolist()
+    if padding or torch.equal(mask, causal_mask(mask[:, :, -1:], steps)):
+        return pads, False
+    if before:
+        raise CacheError(
+            "attention_mask is every query's own, as where tokens of an image attend both ways; kvthaw takes such tokens with "
+            "the first prompt, in one pass"
+        )
+    return pads, True
 
 
 def attention_by_mask(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, params: AttentionParams) -> Tensor:
