@@ -49,7 +49,7 @@ def filled(batch: Batch, tokens: int, depth: int) -> Iterator[Request]:
 def end_of(scheduler: Scheduler, tokens: int, depth: int) -> dict[str, Any]:
     """Take steps until a prompt of so many tokens, filled up to a depth, has its first token."""
     with filled(scheduler.batch, tokens, depth) as request:
-        scheduler._rank[request] = 0, -1
+        scheduler._queue._rank[request] = 0, -1
         synchronize()
         watch = Watch(scheduler)
         while not request.tokens:

@@ -63,7 +63,7 @@ class Watch:
             return timed("lock", lock, size, blocks, runtime)
 
         page_locked.page_lock = counted
-        batch._prefill = partial(timed, "launch", batch._prefill)  # type: ignore[method-assign]
+        batch.prompts._run = partial(timed, "launch", batch.prompts._run)  # type: ignore[method-assign]
         finite = batch.cache.kv.finite
         finite.prompt = partial(timed, "wait", finite.prompt)  # type: ignore[method-assign]
 

@@ -158,7 +158,7 @@ def test_a_request_that_cannot_start_is_told_though_nothing_else_runs(
     def short(_: Request) -> None:
         raise torch.OutOfMemoryError("short")
 
-    monkeypatch.setattr(scheduler.batch, "_start", short)
+    monkeypatch.setattr(scheduler.batch._slots, "start", short)
     assert scheduler.step() == []
     assert scheduler.busy
     scheduler.cancel(second)  # its client leaves before anybody has told it
@@ -238,14 +238,14 @@ def test_a_change_of_method_frees_no_slot_of_another(model: PreTrainedModel, mon
     scheduler.ahead = True
     requests = [scheduler.submit(prompt(1, 30, seed=i)[0], max_new_tokens=40, stop=()) for i in range(3)]
     scheduler.step()
-    real = batch._check_prompt
+    real = batch._slots.check_prompt
 
     def check(request: Request) -> None:
         if request is requests[0]:
             raise CacheError("not finite")
         real(request)
 
-    monkeypatch.setattr(batch, "_check_prompt", check)
+    monkeypatch.setattr(batch._slots, "check_prompt", check)
     while scheduler.busy:
         scheduler.step()
     monkeypatch.undo()

@@ -106,7 +106,7 @@ def test_what_a_prompt_no_longer_needs_is_not_taken(
     if end == "cancel":
         scheduler.cancel(long)
     else:
-        monkeypatch.setattr(scheduler.batch, "_prefill", lambda *_: 1 / 0)
+        monkeypatch.setattr(scheduler.batch.prompts, "_run", lambda *_: 1 / 0)
         scheduler.step()
         assert isinstance(long.error, ZeroDivisionError)
     for job in jobs:

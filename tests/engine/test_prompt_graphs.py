@@ -31,7 +31,7 @@ def model() -> PreTrainedModel:
 def replaying(model: PreTrainedModel, method: str, *, capture: bool = False, **sizes: Any) -> Batch:
     """A batch that prefills short prompts by a forward without its cache, which only a GPU's does by itself."""
     batch = Batch(model, method, **SIZES | sizes)
-    batch.prompt_graphs = prompt_graphs(model, batch.cache, capture=capture)
+    batch.prompts.graphs = prompt_graphs(model, batch.cache, capture=capture)
     return batch
 
 
@@ -71,7 +71,7 @@ def test_every_method_decodes_the_same_tokens(model: PreTrainedModel, forwards: 
     batch = replaying(model, method, **sizes)
     assert tokens(served(batch, IDS)) == expected
     on_host = any(layer.on_host for layer in batch.cache.kv.offloaded)
-    if batch.prompt_graphs is None or METHODS[method]().prompt_queries is None:
+    if batch.prompts.graphs is None or METHODS[method]().prompt_queries is None:
         assert not forwards
     else:  # the first prompt allocates the layers, after which an index is known to be on the host
         assert forwards == [len(each) for each in IDS[: 1 if on_host else None]]
@@ -89,8 +89,8 @@ def test_what_was_in_the_buffers_before_does_not_matter(model: PreTrainedModel) 
     expected = tokens(served(Batch(model, "oracle", **SIZES, budget=320), IDS))
     batch = replaying(model, "oracle", budget=320)
     served(batch, IDS[-1:])
-    assert batch.prompt_graphs is not None
-    for layer in batch.prompt_graphs._layers:
+    assert batch.prompts.graphs is not None
+    for layer in batch.prompts.graphs._layers:
         for tensor in (layer._kv, layer._queries):
             tensor.fill_(float("nan"))
     assert tokens(served(batch, IDS)) == expected
@@ -112,7 +112,7 @@ def test_a_prompt_that_needs_the_log_probabilities_of_its_tokens_runs_with_the_c
 
 
 def test_longer_prompts_run_with_the_cache(model: PreTrainedModel) -> None:
-    graphs = replaying(build_exact("llama", max_position_embeddings=4096), "full", capacity=3000).prompt_graphs
+    graphs = replaying(build_exact("llama", max_position_embeddings=4096), "full", capacity=3000).prompts.graphs
     assert graphs is not None
     assert graphs.lengths == [*LENGTHS]
     assert graphs.serves(LENGTHS[-1])
@@ -120,27 +120,27 @@ def test_longer_prompts_run_with_the_cache(model: PreTrainedModel) -> None:
     assert not graphs.serves(1)
     batch = replaying(model, "full", prefill_chunk=64)
     short, longer = (batch.join(ids, max_new_tokens=1) for ids in IDS[:2])
-    assert batch.replays(short)
-    assert not batch.replays(longer)
+    assert batch.prompts.replays(short)
+    assert not batch.prompts.replays(longer)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt"])
 def test_no_position_is_beyond_those_that_the_model_has(name: str) -> None:
     model = build_exact(name, max_position_embeddings=300)
     batch = replaying(model, "oracle", capacity=300, budget=48)
-    assert batch.prompt_graphs is not None
-    assert batch.prompt_graphs.lengths == [128, 256, 300]
+    assert batch.prompts.graphs is not None
+    assert batch.prompts.graphs.lengths == [128, 256, 300]
     ids = [prompt(1, n, seed=n)[0] for n in (270, 290)]
     assert tokens(served(batch, ids)) == tokens(served(Batch(model, "oracle", **SIZES | {"capacity": 300}, budget=48), ids))
 
 
 @pytest.mark.parametrize("method", ["h2o", "full:queries=None", "icecache-digest"])
 def test_methods_that_no_captured_prefill_serves_have_none(model: PreTrainedModel, method: str) -> None:
-    assert replaying(model, method).prompt_graphs is None
+    assert replaying(model, method).prompts.graphs is None
 
 
 def test_windows_have_none() -> None:
-    assert replaying(build_exact("gemma2"), "oracle", budget=48).prompt_graphs is None
+    assert replaying(build_exact("gemma2"), "oracle", budget=48).prompts.graphs is None
 
 
 def test_the_mode_of_the_first_caller_does_not_matter(model: PreTrainedModel) -> None:
@@ -192,8 +192,8 @@ def test_the_second_prompt_of_a_length_is_captured(
     batch = replaying(model, "oracle", capture=True, budget=48)
     for _ in range(2):
         assert tokens(served(batch, IDS[:1])) == expected
-    assert batch.prompt_graphs is not None
-    assert (runs, batch.prompt_graphs.captures) == ([128, 128], int(not fails))
+    assert batch.prompts.graphs is not None
+    assert (runs, batch.prompts.graphs.captures) == ([128, 128], int(not fails))
     if fails:
         assert tokens(served(batch, IDS[:1])) == expected
         assert forwards == [33, 33]
@@ -225,12 +225,12 @@ def test_captured_prefills_give_the_same_tokens(method: str) -> None:
     ids = [each.to("cuda") for each in [*IDS, *IDS[::-1], *IDS]]
     sizes: dict[str, Any] = {} if method in ("auto", "full") else {"budget": 48}
     plain = Batch(model, method, **SIZES, **sizes)
-    plain.prompt_graphs = None
+    plain.prompts.graphs = None
     expected = tokens(served(plain, ids))
     batch = replaying(model, method, capture=True, **sizes)
     assert tokens(served(batch, ids)) == expected
-    assert batch.prompt_graphs is not None
-    assert batch.prompt_graphs.captures == 2
+    assert batch.prompts.graphs is not None
+    assert batch.prompts.graphs.captures == 2
 
 
 @pytest.mark.gpu
@@ -240,7 +240,7 @@ def test_captured_prefills_of_other_architectures(name: str) -> None:
     model = build(name).to("cuda")
     ids = [each.to("cuda") for each in [*IDS, *IDS]]
     plain = Batch(model, "oracle", **SIZES, budget=160)
-    plain.prompt_graphs = None
+    plain.prompts.graphs = None
     expected = tokens(served(plain, ids))
     assert tokens(served(replaying(model, "oracle", capture=True, budget=160), ids)) == expected
 
@@ -250,10 +250,10 @@ def test_warming_captures_every_length() -> None:
     model = build("llama", num_hidden_layers=2).to("cuda")
     batch = replaying(model, "auto", capture=True)
     served(batch, [each.to("cuda") for each in IDS[-1:]])
-    assert batch.prompt_graphs is not None
-    batch.prompt_graphs.warm()
-    assert batch.prompt_graphs.captures == len(batch.prompt_graphs.lengths) == 3
+    assert batch.prompts.graphs is not None
+    batch.prompts.graphs.warm()
+    assert batch.prompts.graphs.captures == len(batch.prompts.graphs.lengths) == 3
     expected = Batch(model, "auto", **SIZES, capture=False)
     ids = [each.to("cuda") for each in IDS]
     assert tokens(served(batch, ids)) == tokens(served(expected, ids))
-    assert batch.prompt_graphs.captures == 3
+    assert batch.prompts.graphs.captures == 3

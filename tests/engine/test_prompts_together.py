@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from kvthaw import Batch, PrefixCache, Request, Sampling, Scheduler
 from kvthaw.cache.kv_cache import KVCache
+from kvthaw.engine.slots import Slots
 from kvthaw.errors import CacheError
 from kvthaw.methods import METHODS
 from zoo import KINDS, MODELS, build_exact, prompt
@@ -153,14 +154,14 @@ def test_a_request_that_cannot_start_stops_no_other(model: PreTrainedModel, monk
     """Behind the shared forward, when its first token is drawn."""
     ids = [prompt(1, n, seed=n)[0] for n in (48, 40, 35)]
     expected = alone(model, "oracle", ids, budget=48)
-    batch, start = Batch(model, "oracle", budget=48, **SIZES), Batch._start
+    batch, start = Batch(model, "oracle", budget=48, **SIZES), Slots.start
 
-    def broken(batch: Batch, request: Request) -> bool:
+    def broken(slots: Slots, request: Request) -> None:
         if request.prompt == 40:
             raise CacheError("broken")
-        return start(batch, request)
+        start(slots, request)
 
-    monkeypatch.setattr(Batch, "_start", broken)
+    monkeypatch.setattr(Slots, "start", broken)
     scheduler = Scheduler(batch, step_tokens=200)
     requests = [scheduler.submit(each, max_new_tokens=NEW, stop=()) for each in ids]
     told = []

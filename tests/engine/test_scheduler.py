@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from kvthaw import Batch, CacheError, ConfigError, HostMemoryError, PrefixCache, QueueFullError, Request, Sampling, Scheduler
-from kvthaw.engine.chunk_lengths import BUS, DEPTH, STREAMED, YIELDS, chunk_tokens, cpu_tokens, streamed_tokens
+from kvthaw.engine.chunk_lengths import BUS, DEPTH, STREAMED, YIELDS, ChunkLengths, chunk_tokens, cpu_tokens, streamed_tokens
 from kvthaw.engine.hf.model import attention_depth
 from kvthaw.index.clusters import ClusterIndex
 from kvthaw.index.forest import TreeIndex
@@ -520,7 +520,7 @@ def test_full_attention_counts_what_the_method_may_need_after_it(model: PreTrain
 def test_chunks_hide_the_bus_that_brings_earlier_ones_back(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvthaw.engine.chunk_lengths.STREAMED", 64)
     for streams, chunk in ((True, 64), (False, 19)):
-        monkeypatch.setattr(Batch, "streams_back", lambda *_, streams=streams: streams)
+        monkeypatch.setattr(ChunkLengths, "streams_back", lambda *_, streams=streams: streams)
         scheduler = Scheduler(Batch(model, "oracle", max_seqs=2, capacity=200, budget=48), step_tokens=20)
         scheduler.submit([1, 2, 3], max_new_tokens=9, stop=())
         scheduler.step()
@@ -561,7 +561,7 @@ def test_the_end_of_a_prompt_that_comes_over_the_bus_is_one_chunk(
     monkeypatch.setattr("kvthaw.engine.chunk_lengths.STREAMED", 64)
     monkeypatch.setattr("kvthaw.engine.chunk_lengths.DEPTH", 40)
     monkeypatch.setattr("kvthaw.engine.chunk_lengths._FEW", 16)
-    monkeypatch.setattr(Batch, "streams_back", lambda *_: True)
+    monkeypatch.setattr(ChunkLengths, "streams_back", lambda *_: True)
     scheduler = Scheduler(Batch(model, "oracle", max_seqs=2, capacity=200, budget=48), step_tokens=20)
     scheduler.submit([1, 2, 3], max_new_tokens=9, stop=())
     scheduler.step()
@@ -770,7 +770,7 @@ def test_what_ends_before_an_error_of_a_split_model_comes_up_is_forgotten(
     hook.remove()
     assert str(first.finished) == "length"
     assert not scheduler.busy
-    assert not scheduler._rank
+    assert not scheduler._queue._rank
 
 
 def test_a_request_needs_memory_for_its_new_tokens_too(model: PreTrainedModel) -> None:
@@ -866,7 +866,7 @@ def test_earlier_rows_cross_the_bus_from_the_host_alone(memory: str | None, stre
     batch = Batch(model, "quest", max_seqs=2, capacity=500, budget=48, block_size=16, prefill_chunk=100, device_memory=memory)
     request = batch.join(prompt(1, 300)[0], max_new_tokens=2, stop=())
     batch.prefill(request)
-    assert batch.streams_back(request) == streams
+    assert ChunkLengths(batch, None).streams_back(request) == streams
 
 
 @pytest.mark.parametrize("method", ["full", "pariskv-plus", "clusterkv-plus", "prkv"])

@@ -175,7 +175,7 @@ def test_what_cannot_come_back_begins_again(model: PreTrainedModel, architecture
         monkeypatch.undo()
         raise RuntimeError("lost")
 
-    at, name = (batch._sampler, "join") if architecture == "llama" else (batch.cache.states, "load")
+    at, name = (batch._steps.sampler, "join") if architecture == "llama" else (batch.cache.states, "load")
     monkeypatch.setattr(at, name, lost)
     batch.join(request)
     assert (request.swapped, request.prefilled, batch.decoding) == (None, 0, [])

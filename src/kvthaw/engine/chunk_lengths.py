@@ -71,11 +71,20 @@ class ChunkLengths:
             return None if self.alone is None else chunk_tokens(self.alone, request.prefilled)
         tokens, left = chunk_tokens(self.step, request.prefilled, decoded), request.prompt - request.prefilled
         if yields:
-            tokens = max(tokens // YIELDS, min(tokens, CPU_LEAST), request.prompt if self._batch.replays(request) else 0)
-        if self._batch.streams_back(request):
+            tokens = max(
+                tokens // YIELDS, min(tokens, CPU_LEAST), request.prompt if self._batch.prompts.replays(request) else 0
+            )
+        if self.streams_back(request):
             return max(tokens, streamed_tokens(request.prefilled))
         deep = request.prefilled > DEPTH and _FEW < left < tokens  # attention without a plan takes 1.5 times as long
         return 1 << (left.bit_length() - 1) if deep else tokens
+
+    def streams_back(self, request: Request) -> bool:
+        """Return whether the next chunk of a prompt may read earlier KV over the bus."""
+        kv, cuda = self._batch.cache.kv, self._batch.model.device.type == "cuda"
+        split = kv.settings.ranks.size > 1  # where blocks lie may differ between processes
+        stores = [layer.store for layer in kv.allocated if cuda]
+        return any(split or not block.on_device for store in stores for block in store.blocks(request.seq))
 
 
 def work(depth: int) -> float:

@@ -1,8 +1,11 @@
-"""Share a batch between clients: how much service each has had."""
+"""Share a batch between clients: how much service each has had, and the order of their requests."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from bisect import insort
+from collections.abc import Collection, Mapping
+
+from kvthaw.engine.request import Request
 
 KEPT = 1024
 """Clients without a request whose service is remembered at most."""
@@ -55,3 +58,54 @@ class FairShare:
         for place, client in enumerate(idle):
             if place >= KEPT or self._had[client] <= self._floor - self._credit:
                 del self._had[client]
+
+
+class FairQueue:
+    """The requests of a scheduler. Their order is priority, service of the client, arrival.
+
+    share: the service of their clients.
+    waiting: requests without a slot, by priority, then by arrival.
+    """
+
+    def __init__(self, credit: float) -> None:
+        self.share, self.waiting = FairShare(credit), list[Request]()
+        self._rank: dict[Request, tuple[int, int]] = {}  # of unfinished requests: priority, number of arrival
+        self._arrived = 0
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._rank
+
+    def submit(self, request: Request, priority: int) -> None:
+        """Add a request, which waits."""
+        self._rank[request] = priority, self._arrived
+        self._arrived += 1
+        self.wait(request)
+
+    def wait(self, request: Request) -> None:
+        """Queue a request for a slot."""
+        self.share.wait(request.spec.client, {one.spec.client for one in self.waiting})
+        insort(self.waiting, request, key=self._rank.__getitem__)
+
+    def forget(self, request: Request) -> None:
+        """Forget a request that has ended."""
+        del self._rank[request]
+        self.share.forget({one.spec.client for one in self._rank})
+
+    def rank(self, request: Request) -> tuple[int, int]:
+        """Return the priority of a request and the number of its arrival."""
+        return self._rank[request]
+
+    def order(self, request: Request, coming: int = 0) -> tuple[int, float, int]:
+        """Return what requests are ordered by.
+
+        coming: tokens to add to the service.
+        """
+        priority, arrived = self._rank[request]
+        return priority, self.share.had(request.spec.client) + coming, arrived
+
+    def in_order(self, left: Mapping[str, int]) -> list[Request]:
+        """Return the waiting requests in the order in which they get slots.
+
+        left: tokens of prompts in slots that are yet to be prefilled, by client; they count as service.
+        """
+        return sorted(self.waiting, key=lambda one: self.order(one, left[one.spec.client]))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -54,9 +54,31 @@ def chunks(
     told.begin(total)
     size = total if cache.prefills_whole else chunk or (DENSE_CHUNK if cache.settings.method.dense else CHUNK)
     tokens = torch.tensor([list(ids)], device=model.device)
-    keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     with cache.prompt(total):
-        for start, stop in spans(total, max(1, size)):
-            with told.part(stop - start), fused(model):
-                logits = model(input_ids=tokens[:, start:stop], **{CACHE: cache}, use_cache=True, **keep).logits[0, -1]
-            yield logits
+        for _, _, logits in forwards(
+            model, cache, lambda a, b: {"input_ids": tokens[:, a:b]}, 0, total, max(1, size), told=told
+        ):
+            yield logits[0, -1]
+
+
+def forwards(
+    model: PreTrainedModel,
+    cache: Cache,
+    inputs: Callable[[int, int], Mapping[str, Tensor]],
+    start: int,
+    stop: int,
+    chunk: int,
+    *,
+    every: bool = False,
+    told: PrefillProgress | None = None,
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Run a model over tokens start .. stop of a prompt. Yields the begin and end of each chunk, and its logits [1, n, V].
+
+    inputs: inputs(begin, end) returns the model's inputs for these tokens.
+    every: give the logits of every token; else of the last one alone, if the model can.
+    """
+    keep = {"logits_to_keep": 1} if not every and model._supports_logits_to_keep() else {}
+    for begin, end in ((start + a, start + b) for a, b in spans(stop - start, chunk)):
+        with fused(model), nullcontext() if told is None else told.part(end - begin):
+            logits = model(**inputs(begin, end), **{CACHE: cache}, use_cache=True, **keep).logits
+        yield begin, end, logits

@@ -93,6 +93,8 @@ class Request:
     tokens: output tokens so far.
     fed: output tokens that are in the batch.
     unread: output tokens that were launched and that the host has not read; see Batch.read.
+    arrived: number of its arrival in the batch.
+    decodes: whether steps decode it: its prompt is prefilled and indexed.
     checked: whether its prompt is in the batch, known to be finite.
     finished: None while more will come. "stop" after a stop token (the last of tokens) or a stop string. "length" at its
         limit, "left" if it was removed, "error" if its prefill failed.
@@ -110,6 +112,8 @@ class Request:
     filled: int = 0
     fed: int = 0
     unread: int = 0
+    arrived: int = 0
+    decodes: bool = False
     checked: bool = False
     tokens: list[int] = field(default_factory=list)
     finished: Literal["stop", "length", "left", "error"] | None = None

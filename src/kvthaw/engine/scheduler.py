@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from bisect import insort
 from collections import Counter
 from collections.abc import Sequence
 from typing import Unpack
@@ -12,8 +11,9 @@ import torch
 from torch import Tensor
 
 from kvthaw.engine.batch import POLL, Batch
-from kvthaw.engine.chunk_lengths import YIELDS, ChunkLengths, work
-from kvthaw.engine.fair_share import FairShare
+from kvthaw.engine.chunk_lengths import ChunkLengths, work
+from kvthaw.engine.fair_share import FairQueue
+from kvthaw.engine.prompt_turns import OUTPUT, PromptTurns
 from kvthaw.engine.request import Request, RequestOptions
 from kvthaw.errors import CacheError, HostMemoryError, QueueFullError, at_least
 from kvthaw.formatting import counted
@@ -21,11 +21,6 @@ from kvthaw.typecheck import check_type
 
 _log = logging.getLogger(__name__)
 MEMORY_ERRORS = (HostMemoryError, torch.OutOfMemoryError)
-TOGETHER = 2
-"""Whole prompts that share a forward on a GPU may have this many times the step's tokens. The host then launches half the kernels
-per token."""
-OUTPUT = 2.0
-"""Prompt tokens whose service equals an output token's, as in Sheng et al. (2024)."""
 
 
 class Scheduler:
@@ -88,31 +83,26 @@ class Scheduler:
                 f"the batch has {counted(len(batch.requests), 'request')} of its own; a scheduler takes one that has none"
             )
         self.batch, self.max_waiting = batch, max_waiting
-        self._lengths = ChunkLengths(batch, step_tokens)
-        self.step_tokens, self._alone = self._lengths.step, self._lengths.alone
+        lengths = ChunkLengths(batch, step_tokens)
+        self.step_tokens = lengths.step
         self.split = batch.cache.kv.settings.ranks.size > 1
         self.preemptions = self.resumed = self.recomputed = 0
-        self._rank: dict[Request, tuple[int, int]] = {}  # of unfinished requests: priority, number of arrival
-        self._waiting: list[Request] = []
-        self._share = FairShare(credit=2 * self.step_tokens)
-        self._margin = self.step_tokens // YIELDS
-        self._ended: list[tuple[int, str]] = []  # priorities and clients of the requests that ended in the latest step
-        self._arrived = 0
+        self._queue = FairQueue(credit=2 * self.step_tokens)
+        self._share = self._queue.share
+        self._turns = PromptTurns(batch, self._queue, lengths)
         self.ahead = batch.model.device.type == "cuda" and not self.split
         self._untold: list[Request] = []  # requests whose tokens were read by a step that then failed
         self._short = batch.max_seqs  # no more slots are given while this number is taken
-        self._since = 0  # steps since the last chunk of a client that yields
-        self._shortest = False  # whether the shortest prompt is next
 
     @property
     def waiting(self) -> list[Request]:
         """Requests without a slot, by priority, then by arrival."""
-        return list(self._waiting)
+        return list(self._queue.waiting)
 
     @property
     def prefilling(self) -> list[Request]:
         """Requests that have a slot but do not decode yet, in scheduling order: their prompt or index is incomplete."""
-        return sorted(self.batch.prefilling, key=self._order)
+        return self._turns.prefilling
 
     @property
     def decoding(self) -> list[Request]:
@@ -122,7 +112,7 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self._waiting or self.batch.requests or self.batch.unread or self._untold)
+        return bool(self._queue.waiting or self.batch.requests or self.batch.unread or self._untold)
 
     def submit(self, prompt: Tensor | Sequence[int] | Request, *, priority: int = 0, **how: Unpack[RequestOptions]) -> Request:
         """Queue a request for a slot, and return it at once.
@@ -134,34 +124,29 @@ class Scheduler:
         priority: lower comes first.
         """
         check_type(int, priority=priority)
-        if (
-            self.max_waiting is not None
-            and len(self._waiting) >= self.max_waiting
-            and not (self.batch.free and not self._waiting)
-        ):
-            raise QueueFullError(f"{counted(len(self._waiting), 'request')} in the queue; max_waiting is {self.max_waiting}")
+        waiting = len(self._queue.waiting)
+        if self.max_waiting is not None and waiting >= self.max_waiting and (waiting or not self.batch.free):
+            raise QueueFullError(f"{counted(waiting, 'request')} in the queue; max_waiting is {self.max_waiting}")
         request = self.batch.request(prompt, **how)
         need, lacks = self.batch.admission.need(request), self.batch.admission.lacks(request)
         if lacks:
             raise HostMemoryError(
                 f"the request may need {need:,} bytes for its KV; host_bytes and device_memory leave {need - lacks:,} for it"
             )
-        self._rank[request] = priority, self._arrived
-        self._arrived += 1
-        self._wait(request)
+        self._queue.submit(request, priority)
         return request
 
     def cancel(self, request: Request) -> None:
         """Remove a request, queued or running. Its slot is free at once. Raises CacheError if it has finished or is unknown."""
-        if request not in self._rank:
+        if request not in self._queue:
             raise CacheError("the request is not in the batch or the queue")
-        if request in self._waiting:
-            self._waiting.remove(request)
+        if request in self._queue.waiting:
+            self._queue.waiting.remove(request)
             request.finished = "left"
             request.drop_swapped()
         elif request.finished is None:  # else it has ended, and no step has returned it yet
             self.batch.leave(request)
-        self._forget(request)
+        self._queue.forget(request)
 
     def step(self) -> list[Request]:
         """Take one step. Returns the requests that got a token or ended.
@@ -185,26 +170,18 @@ class Scheduler:
                 self._place()  # while the device is at earlier work: after read() it has the decode step alone
                 told += self.batch.read(ahead=True)
             self._place()  # the host's work from here on overlaps the device's decode step
-            request = self._next_prompt()
+            request = self._turns.next()
             self.batch.start(POLL if request is None and not self.batch.decoding else 0.0)
             decoded = len(self.batch.decoding)
-            behind = self._behind(request) if request is not None else set[str]()
-            self._since += 1
-            if request is not None and behind and self._alone is not None:
-                tokens = min(self._chunk(request, decoded) or 0, request.prompt - request.prefilled)
-                if decoded and self._since < min(YIELDS * len(behind), tokens / OUTPUT):
-                    request = None
-                else:
-                    self._since = 0
-            left = self.step_tokens / (YIELDS if behind else 1)
+            request, left = self._turns.begin(request, decoded)
             while request is not None:
-                depth, group = request.prefilled, self._group(request, left)
+                depth, group = request.prefilled, self._turns.group(request, left)
                 before = [one.prefilled for one in group]
                 told += self._prefill_together(group, decoded) if len(group) > 1 else self._prefill(request, decoded)
                 for one, earlier in zip(group, before, strict=True):
                     self._share.serve(one.spec.client, max(0, one.prefilled - max(earlier, one.filled)))
                 left -= (sum(one.prefilled for one in group) - depth) * work(depth)
-                request = self._fitting(left) if len(group) > 1 or request.prefilled == request.prompt else None
+                request = self._turns.fitting(left) if len(group) > 1 or request.prefilled == request.prompt else None
             told += [] if ahead else self.batch.read()
         except BaseException:
             told += [] if ahead else self.batch.read()
@@ -216,18 +193,14 @@ class Scheduler:
 
     def _told(self, told: Sequence[Request]) -> list[Request]:
         """Count the tokens, and forget the requests that have ended. Returns all that no client has cancelled."""
-        told = [request for request in told if request in self._rank]
-        self._ended = []
+        told = [request for request in told if request in self._queue]
+        self._turns.ended = []
         for request in told:
             self._share.serve(request.spec.client, OUTPUT)
             if request.finished:
-                self._ended.append((self._rank[request][0], request.spec.client))
-                self._forget(request)
+                self._turns.ended.append((self._queue.rank(request)[0], request.spec.client))
+                self._queue.forget(request)
         return told
-
-    def _forget(self, request: Request) -> None:
-        del self._rank[request]
-        self._share.forget({one.spec.client for one in self._rank})
 
     def _reads_ahead(self) -> bool:
         """Return whether the next step is launched before the tokens of the latest one are read.
@@ -236,21 +209,6 @@ class Scheduler:
         """
         on_host = any(layer.on_host for layer in self.batch.cache.kv.offloaded[:1])
         return self.ahead and not on_host and all(request.matcher is None for request in self.batch.requests)
-
-    def _behind(self, request: Request) -> set[str]:
-        """Return the clients for which a prompt gets smaller chunks. They decode, or did until the step before and may soon come
-        back. They have had less service, by more than the margin, and no higher priority number."""
-        had, (priority, _) = self._share.had, self._rank[request]
-        others = [(self._rank[one][0], one.spec.client) for one in self.batch.decoding] + self._ended
-        least = had(request.spec.client) - self._margin
-        return {client for rank, client in others if client != request.spec.client and rank <= priority and had(client) < least}
-
-    def _chunk(self, request: Request, decoded: int) -> int | None:
-        """Return the length of the next chunk of a prompt; None: the batch's chunk.
-
-        decoded: number of tokens that the step decodes.
-        """
-        return self._lengths.next(request, decoded, yields=bool(self._behind(request)))
 
     def _prefill(self, request: Request, decoded: int) -> list[Request]:
         """Prefill the next chunk of a prompt. Returns the request if it failed.
@@ -261,10 +219,10 @@ class Scheduler:
         if request.seq < 0:
             return []
         try:
-            self.batch.prefill(request, self._chunk(request, decoded))
+            self.batch.prefill(request, self._turns.chunk(request, decoded))
         except Exception as error:
             if self.split and not isinstance(error, HostMemoryError):
-                self._forget(request)  # it has lost its slot; no client is notified
+                self._queue.forget(request)  # it has lost its slot; no client is notified
                 raise
             if isinstance(error, MEMORY_ERRORS) and (self.batch.requests or self._drop_swapped(error)):
                 self._wait_again(request)
@@ -272,19 +230,6 @@ class Scheduler:
             request.fail(error)
             return [request]
         return []
-
-    def _group(self, request: Request, tokens: float) -> list[Request]:
-        """Return the request, and the requests whose whole prompts share its forward: `tokens` tokens in all, or itself."""
-        if self._alone is None and tokens == self.step_tokens:  # it is the first prompt of the step
-            tokens *= TOGETHER
-        group, left = [request], tokens - request.prompt
-        if left < 0 or not self.batch.shares_forward(request):
-            return group
-        for one in self.prefilling:
-            if one is not request and one.prompt <= left and self.batch.shares_forward(one):
-                group.append(one)
-                left -= one.prompt
-        return group[:1] if self.batch.replay_together(group) else group
 
     def _prefill_together(self, group: Sequence[Request], decoded: int) -> list[Request]:
         """Prefill whole prompts in one forward, or one by one if that fails. Returns the requests that failed."""
@@ -315,7 +260,7 @@ class Scheduler:
             told = self.batch.read()
             if told or self._drop_swapped(error):
                 return told
-            last = max(self.batch.requests, key=self._order)
+            last = max(self.batch.requests, key=self._queue.order)
             self.batch.preempt(last, keep=not isinstance(error, HostMemoryError) and not self.split)
             if self.batch.requests:
                 self._wait_again(last)
@@ -329,9 +274,9 @@ class Scheduler:
         if len(self.batch.requests) >= self._short:
             return
         self._short = self.batch.max_seqs
-        while self._waiting and self.batch.free:
+        while self._queue.waiting and self.batch.free:
             request = self._next()
-            if request is None or not self.batch.admission.fits(request, self.batch.placed, self._waiting):
+            if request is None or not self.batch.admission.fits(request, self.batch.placed, self._queue.waiting):
                 return
             preempted = request.swapped is not None
             try:
@@ -342,7 +287,7 @@ class Scheduler:
                 _log.warning("a request waits until another has ended: %s", error)
                 self._short = len(self.batch.requests)
                 return  # the others' tokens must still be reported
-            self._waiting.remove(request)
+            self._queue.waiting.remove(request)
             self._share.choose(request.spec.client)
             self.resumed += preempted and request in self.batch.decoding
             self.recomputed += preempted and request not in self.batch.decoding
@@ -353,17 +298,17 @@ class Scheduler:
         While a long prompt of no higher number is prefilled, the last slot goes to the first short prompt of the same number.
         The processes of a split model may know different prefixes, so there the first request gets every slot.
         """
-        waiting = self._queue()
-        first, short = waiting[0], self.step_tokens if self._alone is None else self._alone
+        waiting = self._in_order()
+        first, short = waiting[0], self._turns.short
         if self.batch.free > 1 or self.split or not self.batch.requests:
             return first
-        priority, left = self._rank[first][0], self.batch.left
-        read = (one for one in self.batch.prefilling if self._rank[one][0] <= priority)
+        priority, left = self._queue.rank(first)[0], self.batch.left
+        read = (one for one in self.batch.prefilling if self._queue.rank(one)[0] <= priority)
         if first.prompt <= short or not any(left(one) > short for one in read) or left(first) <= short:
             return first
-        if not self.batch.admission.fits(first, self.batch.placed, self._waiting):
+        if not self.batch.admission.fits(first, self.batch.placed, self._queue.waiting):
             return None
-        return next((one for one in waiting if one.prompt <= short and self._rank[one][0] == priority), None)
+        return next((one for one in waiting if one.prompt <= short and self._queue.rank(one)[0] == priority), None)
 
     def _make_way(self, told: list[Request]) -> None:
         """Preempt the last request that can continue later, if a waiting one has a lower priority number. Within a number do so
@@ -375,10 +320,10 @@ class Scheduler:
         told: gets the requests of these tokens.
         """
         repeats = self.batch.cache.kv.sequences.step is not None  # a failed step, which all of its requests must repeat
-        if not self._waiting or self.batch.free or self.split or repeats:
+        if not self._queue.waiting or self.batch.free or self.split or repeats:
             return
         coming = list[Request]()  # they get the slots
-        while self.batch.free == len(coming) < len(self._waiting):
+        while self.batch.free == len(coming) < len(self._queue.waiting):
             found = self._gives_way(coming)
             if found is None:
                 return
@@ -395,63 +340,41 @@ class Scheduler:
 
         coming: requests that get the free slots.
         """
-        first, had = next(one for one in self._queue() if one not in coming), self._share.had
+        first, had = next(one for one in self._in_order() if one not in coming), self._share.had
         held = Counter(one.spec.client for one in [*self.batch.requests, *coming])
         others = [one for one in self.batch.requests if self.batch.continues(one)]
         if not others:
             return None
-        last = max(others, key=lambda one: (self._rank[one][0], held[one.spec.client], had(one.spec.client), self._rank[one]))
+        last = max(
+            others,
+            key=lambda one: (self._queue.rank(one)[0], held[one.spec.client], had(one.spec.client), self._queue.rank(one)),
+        )
         left = self._prompts_left()
-        if self._order(last, left[last.spec.client] - last.prompt + last.prefilled) < self._order(
+        if self._queue.order(last, left[last.spec.client] - last.prompt + last.prefilled) < self._queue.order(
             first, left[first.spec.client]
         ):
             return None  # it would get its slot back
-        urgent = self._rank[last][0] > self._rank[first][0]
-        more = held[last.spec.client] > 1 or had(first.spec.client) < had(last.spec.client) - self._margin
+        urgent = self._queue.rank(last)[0] > self._queue.rank(first)[0]
+        more = held[last.spec.client] > 1 or had(first.spec.client) < had(last.spec.client) - self._turns.margin
         if not urgent and (held[first.spec.client] or not more):
             return None
-        fits = self.batch.admission.fits(first, [*self.batch.placed, *coming], self._waiting)
+        fits = self.batch.admission.fits(first, [*self.batch.placed, *coming], self._queue.waiting)
         return (last, first) if fits else None
 
     def _drop_swapped(self, error: Exception) -> bool:
         """Drop the swapped-out state of the last such request in the queue, if host memory is short. Returns whether there was
         one."""
-        away = [one for one in self._queue() if one.swapped is not None]
+        away = [one for one in self._in_order() if one.swapped is not None]
         if not away or not isinstance(error, HostMemoryError):
             return False
         away[-1].rewind()
         self.recomputed += 1
         return True
 
-    def _next_prompt(self) -> Request | None:
-        """Return the next prompt to prefill: of the client with the least service, alternately the earliest and the one with
-        the fewest tokens left."""
-        prompts = [one for one in self.prefilling if one.prefilled < one.prompt]
-        if not prompts:
-            return None
-        shortest, self._shortest = self._shortest, not self._shortest
-        own = [one for one in prompts if one.spec.client == prompts[0].spec.client]
-        return min(own, key=lambda one: one.prompt - one.prefilled) if shortest else own[0]
-
-    def _fitting(self, tokens: float) -> Request | None:
-        """Return the first prompt whose rest takes no longer than `tokens` tokens at the start of a prompt."""
-        for one in self.prefilling:
-            waits = self._alone is not None and self._behind(one)
-            if 0 < (one.prompt - one.prefilled) * work(one.prefilled) <= tokens and not waits:
-                return one
-        return None
-
-    def _wait(self, request: Request) -> None:
-        self._share.wait(request.spec.client, {one.spec.client for one in self._waiting})
-        insort(self._waiting, request, key=self._rank.__getitem__)
-
-    def _queue(self) -> list[Request]:
-        """Return the waiting requests in the order in which they get slots.
-
-        The prompts that a client has in slots count as if they were prefilled.
-        """
-        left = self._prompts_left()
-        return sorted(self._waiting, key=lambda one: self._order(one, left[one.spec.client]))
+    def _in_order(self) -> list[Request]:
+        """Return the waiting requests in the order in which they get slots. The prompts that a client has in slots count as if
+        they were prefilled."""
+        return self._queue.in_order(self._prompts_left())
 
     def _prompts_left(self) -> Counter[str]:
         """Return how many tokens of prompts in slots are yet to be prefilled, by client."""
@@ -460,18 +383,10 @@ class Scheduler:
             left[one.spec.client] += one.prompt - one.prefilled
         return left
 
-    def _order(self, request: Request, coming: int = 0) -> tuple[int, float, int]:
-        """Return what requests are ordered by: priority, service of the client, arrival.
-
-        coming: tokens to add to the service.
-        """
-        priority, arrived = self._rank[request]
-        return priority, self._share.had(request.spec.client) + coming, arrived
-
     def _preempted(self, request: Request) -> None:
         self.preemptions += 1
         self.recomputed += request.swapped is None
-        self._wait(request)
+        self._queue.wait(request)
 
     def _wait_again(self, request: Request) -> None:
         """Queue a request that lost its slot to a lack of memory, until another one has ended."""

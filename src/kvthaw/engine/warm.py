@@ -52,8 +52,8 @@ def warm(batch: Batch) -> None:
         seqs = min(2 * seqs, batch.max_seqs)
     if on_gpu:
         _serve(batch, min(2, batch.max_seqs))
-    if batch.prompt_graphs is not None:
-        batch.prompt_graphs.warm()
+    if batch.prompts.graphs is not None:
+        batch.prompts.graphs.warm()
     plan_attention(batch)
 
 
@@ -66,7 +66,7 @@ def _step(batch: Batch, seqs: int, *, by_method: bool = False) -> None:
     requests = [batch.join([0], max_new_tokens=1 + _STEPS * len(sizes), stop=()) for _ in range(seqs)]
     if by_method:
         kv.chooser.change("kernels are compiled", kv.chooser.most())
-    if seqs > 1 and all(map(batch.shares_forward, requests)):
+    if seqs > 1 and all(map(batch.prompts.shares, requests)):
         batch.prefill_together(requests)
     else:
         for request in requests:
@@ -180,7 +180,7 @@ def _serve(batch: Batch, seqs: int, *, by_method: bool = False) -> None:
         requests = [batch.request(ids, max_new_tokens=new, stop=()) for _ in range(seqs)]
         if batch.admission.lacks(*requests):
             return
-        kept, batch.prefix_cache = batch.prefix_cache, None
+        kept, batch.prompts.prefixes = batch.prompts.prefixes, None
         try:
             for request in requests:
                 batch.join(request)
@@ -192,4 +192,4 @@ def _serve(batch: Batch, seqs: int, *, by_method: bool = False) -> None:
             while batch.requests:
                 batch.step()
         finally:
-            batch.prefix_cache = kept
+            batch.prompts.prefixes = kept

@@ -1,0 +1,123 @@
+"""The slots of a running batch: how requests get them and lose them."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+
+import torch
+
+from kvthaw.cache.passes import wait_indexed
+from kvthaw.engine.batch_prompts import BatchPrompts
+from kvthaw.engine.hf import PreTrainedModel
+from kvthaw.engine.hf.batch_cache import BatchCache
+from kvthaw.engine.request import Request
+from kvthaw.engine.steps import Steps
+from kvthaw.errors import CacheError, HostMemoryError
+
+_log = logging.getLogger(__name__)
+
+
+class Slots:
+    """Which request has which slot, and the state of each in cache and sampler.
+
+    held: the request of each slot, also an ended one that a launched step still computes; None for a free slot.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: BatchCache, prompts: BatchPrompts, steps: Steps) -> None:
+        self._model, self._cache, self._prompts, self._steps = model, cache, prompts, steps
+        self.held: list[Request | None] = [None] * cache.kv.sequences.count
+        self._arrived = 0
+
+    def holds(self, request: Request) -> bool:
+        """Return whether a request has a slot and has not ended."""
+        return request.finished is None and request in self.held
+
+    def place(self, request: Request) -> None:
+        """Put a request into the first free slot. A request that was swapped out decodes again, or restarts if it cannot."""
+        kv = self._cache.kv
+        seq = self.held.index(None)
+        wait_indexed(kv.offloaded)  # not for the step under way: the host proceeds to the prompt meanwhile
+        kv.clear(seq)  # steps also wrote to it while it was empty
+        kv.sequences.ends[seq] = request.prompt + request.spec.limit
+        request.place(seq, self._model)
+        self.held[seq], request.arrived, self._arrived = request, self._arrived, self._arrived + 1
+        swapped, request.swapped = request.swapped, None
+        if swapped is None:
+            return
+        try:
+            self._cache.swap_in(seq, swapped)
+            self._steps.join(request, request.tokens)
+            request.decodes = True
+        except Exception as error:
+            _log.info("a request that was preempted begins again: %s", error)
+            self.begin_again(request)
+
+    def start(self, request: Request) -> None:
+        """Sample the first token of a request whose prompt is prefilled and indexed."""
+        self._cache.kv.resume(request.seq)
+        self._cache.states.place(request.seq)
+        self._steps.join(request)
+        self._steps.first(request, self._prompts.indexing.pop(request))
+        request.decodes = True
+
+    def check_prompt(self, request: Request) -> None:
+        """Keep a prompt in the prefix cache, once it has arrived on the host. Raises CacheError if it was not finite."""
+        self._cache.kv.finite.end(request.seq)
+        self._cache.wait()
+        request.checked = True
+        written = request.prompt % self._cache.settings.block_size  # decoding writes into the last block
+        self._prompts.keep(request, request.prompt - written)
+
+    def preempt(self, request: Request, *, keep: bool) -> None:
+        """Take a request's slot away, and swap its state out if possible; see `Batch.preempt`."""
+        swapped = None
+        self._steps.settle(request)
+        if keep and not request.decodes:
+            self._prompts.keep_part(request)
+        elif keep and not request.unread:
+            try:
+                swapped = self._cache.swap_out(request.seq)
+                request.decodes = False  # so that its prompt is not kept
+            except (CacheError, HostMemoryError, torch.OutOfMemoryError) as error:
+                _log.info("a request that is preempted begins again: %s", error)
+        self.release(request, later=False)
+        self._steps.drop(request)
+        request.seq = -1
+        if swapped is None:
+            request.rewind()
+        request.swapped = swapped
+
+    def release(self, request: Request, *, later: bool = True) -> None:
+        """Take a request out of the batch. Its slot is free at once, or when the device has run all of its launched steps.
+
+        later: drop its state after coming launches.
+        """
+        decoded, request.decodes = request.decodes, False
+        if decoded and request.checked:
+            self._prompts.keep(request, request.prompt)
+        elif decoded:  # its first token is unread
+            with suppress(Exception):
+                self.check_prompt(request)
+        self._prompts.forget(request)
+        if later and request.unread:  # a step that was launched before it ended
+            self._cache.kv.pause(request.seq)
+        else:
+            self.free(request, later=later)
+
+    def free(self, request: Request, *, later: bool = True) -> None:
+        """Empty the slot of a request that has left the batch."""
+        self.held[request.seq] = None
+        self._empty(request.seq, later=later)
+
+    def begin_again(self, request: Request) -> None:
+        """Restart a request in its slot, which is emptied. The device runs no step of it."""
+        request.decodes = False
+        self._empty(request.seq, later=False)
+        self._steps.drop(request)
+        request.rewind()
+
+    def _empty(self, seq: int, *, later: bool) -> None:
+        self._steps.sampler.leave(seq)
+        self._cache.kv.clear(seq, later=later)
+        self._cache.states.clear(seq)
