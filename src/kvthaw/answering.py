@@ -14,7 +14,6 @@ from kvthaw.cache.index_api import Method
 from kvthaw.engine.decode import generate
 from kvthaw.engine.generation_config import stop_tokens
 from kvthaw.engine.hf import Cache, PreTrainedModel
-from kvthaw.engine.hf.model import positions
 from kvthaw.engine.prefill import prefill
 from kvthaw.engine.sampling import GREEDY, Sampling
 from kvthaw.engine.text import Detokenizer, common
@@ -52,10 +51,9 @@ class Answer:
         self.times: list[float] = []
         self.finish = "interrupted"
         self._out = Detokenizer(tokenizer, sampling.stop, after=after)
-        self._cache, self._most = cache, positions(model)
-        self._limit = 128 if sampling.max_tokens is None else sampling.max_tokens
+        limit = 128 if sampling.max_tokens is None else sampling.max_tokens
         stops = stop_tokens(model, tokenizer) if stops is None else stops
-        self._coming = generate(model, cache, logits, limit=self._limit, stops=stops, sampling=sampling, prompt=prompt)
+        self._coming = generate(model, cache, logits, limit=limit, stops=stops, sampling=sampling, prompt=prompt)
 
     @property
     def text(self) -> str:
@@ -63,18 +61,19 @@ class Answer:
 
     def __iter__(self) -> Generator[str, None, None]:
         try:
-            for token in self._coming:
+            for token in self._tokens():
                 self.times.append(time.perf_counter())
                 self.tokens.append(token)
                 yield self._out.push(token)
                 if self._out.stopped_by is not None:
+                    self.finish = "stop"
                     break
-            full = self._most is not None and self._cache.get_seq_length() >= self._most
-            over = len(self.tokens) >= self._limit or full
-            self.finish = "length" if over and self._out.stopped_by is None else "stop"
             yield self._out.finish()
         finally:
             self._out.finish()
+
+    def _tokens(self) -> Iterator[int]:
+        self.finish = yield from self._coming
 
     @property
     def stopped(self) -> bool:

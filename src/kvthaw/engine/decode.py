@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ def decode(
     On a GPU steps are replayed from CUDA graphs, if the method allows it and all observers are graph_safe. Elsewhere they
     run eagerly.
 
-    capture: False: capture nothing; an existing cache.replay is still used.
+    capture: False: take every step eagerly.
     """
     while (tokens := choose(logits)) is not None:
         yield tokens
@@ -66,8 +66,10 @@ def generate(
     sampling: Sampling = GREEDY,
     prompt: Sequence[int] = (),
     capture: bool = True,
-) -> Iterator[int]:
+) -> Generator[int, None, Literal["stop", "length"]]:
     """Yield the tokens of a cache of one row until `limit` tokens, a stop token (not yielded) or the model's last position.
+
+    Returns "stop" after a stop token, else "length".
 
     logits: [V], before the first token.
     prompt: the tokens before, for penalties.
@@ -82,7 +84,8 @@ def generate(
     for given, (token,) in enumerate(decode(model, cache, logits[None], choose, capture=capture) if limit > 0 else (), 1):
         yield int(token)
         if given == limit or (most is not None and cache.get_seq_length() >= most):
-            return
+            return "length"
+    return "stop" if limit > 0 else "length"
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 import torch
@@ -19,13 +19,18 @@ from kvthaw.engine.scheduler import Scheduler
 from kvthaw.errors import CacheError, ConfigError, KvthawError
 
 
+def _shallow(one: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass as they are."""
+    return {field.name: getattr(one, field.name) for field in fields(one)}
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """What rank 0 sends to the other ranks. A change whose fields are no JSON overrides plain() and read()."""
 
     def plain(self) -> dict[str, Any]:
         """Return a form that JSON can represent."""
-        return asdict(self)
+        return _shallow(self)
 
     @classmethod
     def read(cls, plain: dict[str, Any]) -> Self:
@@ -61,23 +66,17 @@ class Submit(Change):
 
     def plain(self) -> dict[str, Any]:
         spec = self.spec
-        how = {field.name: getattr(spec.sampling, field.name) for field in fields(Sampling) if field.name != "grammar"}
-        how["logit_bias"] = list(spec.sampling.logit_bias.items())  # JSON's keys are no numbers
-        given = {name: getattr(spec, name) for name in ("limit", "salt", "client", "name", "about", "text_after")}
-        given |= {"ids": spec.ids.tolist(), "stop": sorted(spec.stop), "sampling": how}
-        said = {"number": self.number, "decodes": self.decodes, "grammar": self.grammar, "priority": self.priority}
-        return said | {"spec": given}
+        how = _shallow(spec.sampling) | {"logit_bias": list(spec.sampling.logit_bias.items())}  # JSON's keys are no numbers
+        given = {"ids": spec.ids.tolist(), "stop": sorted(spec.stop), "sampling": how}
+        return _shallow(self) | {"spec": _shallow(spec) | given}
 
     @classmethod
     def read(cls, plain: dict[str, Any]) -> Self:
-        given = dict(plain["spec"]) | {"text_after": tuple(plain["spec"]["text_after"])}
-        how = dict(given.pop("sampling"))
-        sampling = Sampling(**how | {"logit_bias": dict(how["logit_bias"])})
-        ids, stop = torch.tensor(given.pop("ids"), dtype=torch.int64), frozenset(given.pop("stop"))
-        grammar = plain["grammar"]
-        source = None if grammar is None else (grammar[0], grammar[1])
-        spec = RequestSpec(ids=ids, stop=stop, sampling=sampling, **given)
-        return cls(plain["number"], spec, plain["decodes"], source, plain["priority"])
+        spec, grammar = dict(plain["spec"]), plain["grammar"]
+        spec["sampling"] = Sampling(**spec["sampling"] | {"logit_bias": dict(spec["sampling"]["logit_bias"])})
+        spec["ids"], spec["stop"] = torch.tensor(spec["ids"], dtype=torch.int64), frozenset(spec["stop"])
+        spec["text_after"] = tuple(spec["text_after"])
+        return cls(**plain | {"spec": RequestSpec(**spec), "grammar": None if grammar is None else tuple(grammar)})
 
 
 @dataclass(frozen=True, slots=True)
