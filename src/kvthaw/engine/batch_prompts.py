@@ -113,7 +113,8 @@ class BatchPrompts:
 
     def keep_part(self, request: Request) -> None:
         """Keep the prefilled tokens of a prompt that is given up, for the next try."""
-        if self.prefixes is None or request.prefilled <= (0 if request.prefilled == request.prompt else request.filled):
+        least = 0 if request.prefilled == request.prompt else request.filled
+        if self.prefixes is None or request.spec.embeddings is not None or request.prefilled <= least:
             return
         try:
             self._cache.kv.finite.end(request.seq)
