@@ -445,6 +445,24 @@ def test_fork_later(llama: PreTrainedModel, method: str) -> None:
     assert origin.fork("full").stats().batch == 2
 
 
+@pytest.mark.parametrize("kv_dtype", [None, "fp8"])
+def test_forks_under_another_method_share_blocks(llama: PreTrainedModel, kv_dtype: Any) -> None:
+    """And each copies a block that it writes to."""
+    origin = kvthaw.Cache(llama, "oracle", budget=TIGHT, block_size=16)
+    more = prompt(1, 40, seed=6)
+    forward(llama, origin, IDS)
+    decode(llama, origin, IDS[:, :30])
+    expected = decode(llama, origin.fork("quest", budget=TIGHT, kv_dtype=kv_dtype), more)
+    fork = origin.fork("quest", budget=TIGHT, kv_dtype=kv_dtype)
+    for mine, theirs in zip(origin.kv.offloaded, fork.kv.offloaded, strict=True):
+        full = mine.store.length(0) // 16
+        assert full >= 5
+        same = mine.store.table.row(0)[:full] == theirs.store.table.row(0)[:full]
+        assert same.tolist() == [kv_dtype is None] * full
+    decode(llama, origin, prompt(1, 50, seed=7))
+    assert torch.equal(decode(llama, fork, more), expected)
+
+
 @pytest.mark.parametrize("architecture", ["gemma3n", "gemma4"])
 def test_layers_that_share_kv_continue_densely(architecture: str, method: str) -> None:
     """Their layers ask an index that has gone on already, so several tokens at once see everything instead."""

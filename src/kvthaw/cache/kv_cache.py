@@ -243,9 +243,11 @@ def _clone(layer: OffloadedLayer | DenseLayer, step: Step, other: LayerKV) -> No
             return
     if isinstance(layer, OffloadedLayer):
         _check_queries(layer, other)
+        layer.prepare(step, LayerShape.of(other, 0, None))
         if isinstance(other, DenseLayer):
-            layer.prepare(step, LayerShape.of(other, 0, None))
             layer.store.share(other.offloaded(layer.settings.block_size, layer.store.format))
+        elif isinstance(other, OffloadedLayer) and other.storage.lends(layer.storage):
+            layer.store.share(other.store)
     passes.take_over(layer, other, step)
 
 

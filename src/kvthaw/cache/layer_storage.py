@@ -52,6 +52,12 @@ class LayerStorage:
         data = self.slab.data
         return data.shape, data.dtype, data.device, self.slab.regions, self.store.allocator.kind
 
+    def lends(self, other: LayerStorage) -> bool:
+        """Return whether another layer's store can share these blocks. Their form is equal, and what the host reads lies there."""
+        mine, its = self.store, other.store
+        alike = (mine.allocator.kind, mine.format) == (its.allocator.kind, its.format)
+        return alike and (self.placement is None or other.placement is not None)
+
     def place_on_device(self, layer: int) -> None:
         """Place blocks on the device while the layer's share of device memory has room."""
         memory, blocks = self.streams.device, self.store.allocator
