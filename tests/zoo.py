@@ -152,6 +152,11 @@ def build_exact(name: str, **settings: Any) -> PreTrainedModel:
     return model
 
 
+def build_for(method: str) -> PreTrainedModel:
+    """Return the Llama of build_exact() with two layers, or three for a method that serves its first two otherwise."""
+    return build_exact("llama", num_hidden_layers=3 if method in ("omnikv", "infinigen", "icecache-reuse") else 2)
+
+
 def multiply_in_float64(model: PreTrainedModel) -> None:
     """Have the linear layers of a model of fewer digits compute in float64, so that their rounding does not depend on how many rows
     are multiplied at once."""

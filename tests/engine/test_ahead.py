@@ -16,7 +16,7 @@ from kvthaw.cache.finite import FiniteCheck, PromptCheck
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.errors import CacheError
 from kvthaw.serve import watcher
-from zoo import KINDS, build_exact, prompt
+from zoo import KINDS, build_exact, build_for, prompt
 
 SIZES: dict[str, Any] = {"max_seqs": 3, "capacity": 200, "block_size": 16, "budget": 48}
 SAMPLINGS = (
@@ -94,7 +94,8 @@ def served(scheduler: Scheduler, seed: int, *, ahead: bool, cancels: bool = Fals
 
 
 @pytest.mark.parametrize("method", KINDS)
-def test_requests_get_the_tokens_of_steps_that_are_read_at_once(model: PreTrainedModel, method: str) -> None:
+def test_requests_get_the_tokens_of_steps_that_are_read_at_once(method: str) -> None:
+    model = build_for(method)
     found = [
         served(Scheduler(Batch(model, method, **SIZES), step_tokens=64), 7, ahead=ahead, cancels=False)
         for ahead in (True, False)
@@ -106,8 +107,8 @@ def test_requests_get_the_tokens_of_steps_that_are_read_at_once(model: PreTraine
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("method", ["full", "thaw"])
-def test_requests_that_are_given_up_leave_the_others_alone(model: PreTrainedModel, method: str, seed: int) -> None:
-    prefix = PrefixCache(host_bytes=1 << 24)
+def test_requests_that_are_given_up_leave_the_others_alone(method: str, seed: int) -> None:
+    model, prefix = build_for(method), PrefixCache(host_bytes=1 << 24)
     batch = Batch(model, method, **SIZES, prefix_cache=prefix)
     whole = {one.spec.ids: one for one in served(Scheduler(Batch(model, method, **SIZES), step_tokens=64), seed, ahead=False)}
     texts = {tuple(ids.tolist()): one for ids, one in whole.items()}

@@ -18,7 +18,7 @@ from kvthaw.engine.request import Request
 from kvthaw.engine.warm import warm
 from machines import InjectedError, failing
 from stand_in import StandIn, captured_by
-from zoo import DISTINCT, build, build_exact, prompt
+from zoo import DISTINCT, build, build_exact, build_for, prompt
 
 LENGTHS, NEW = [28, 120, 50], [6, 10, 4]
 CAPACITY = 200
@@ -108,7 +108,7 @@ def test_each_bucket_has_a_capture(method: str, kinds: list[int], small: None, m
 @pytest.mark.parametrize("method", [name for name in DISTINCT if name != "infinigen"])
 def test_a_model_that_cannot_be_captured_decodes_eagerly(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts in float32 copy sizes to the host, which ends a capture between two layers."""
-    model = build_exact("llama", num_hidden_layers=3)
+    model = build_for(method)
     settings: dict[str, Any] = {"dense_layers": 1} if method == "full" else {"budget": 32, "dense_layers": 0, "block_size": 16}
     prompts = [prompt(1, n, seed=n)[0] for n in (40, 90)]
     expected = serve(Batch(model, method, max_seqs=2, capacity=CAPACITY, **settings), prompts, NEW[:2])

@@ -14,7 +14,7 @@ from kvthaw.cache.kv_cache import KVCache
 from kvthaw.engine.slots import Slots
 from kvthaw.errors import CacheError
 from kvthaw.methods import METHODS
-from zoo import KINDS, MODELS, build_exact, prompt
+from zoo import KINDS, MODELS, build_exact, build_for, prompt
 
 LENGTHS = (33, 9, 61, 80, 17)
 NEW = 8
@@ -23,7 +23,6 @@ SIZES: dict[str, Any] = {"max_seqs": 6, "capacity": 160, "block_size": 16}
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    """Of three layers: omnikv's last one reuses what the one before has chosen."""
     return build_exact("llama", num_hidden_layers=3)
 
 
@@ -58,7 +57,8 @@ def alone(model: PreTrainedModel, method: str, ids: list[torch.Tensor], new: int
 
 
 @pytest.mark.parametrize("method", KINDS)
-def test_every_method_keeps_the_prompts_apart(model: PreTrainedModel, parts: list[int], method: str) -> None:
+def test_every_method_keeps_the_prompts_apart(parts: list[int], method: str) -> None:
+    model = build_for(method)
     ids = [prompt(1, n, seed=n)[0] for n in LENGTHS]
     sizes: dict[str, Any] = {"dense_layers": 1} | ({} if METHODS[method]().dense else {"budget": 48})
     expected = alone(model, method, ids, **sizes)

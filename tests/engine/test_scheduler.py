@@ -20,7 +20,7 @@ from kvthaw.engine.hf.model import attention_depth
 from kvthaw.index.clusters import ClusterIndex
 from kvthaw.index.forest import TreeIndex
 from kvthaw.kernels.dense import worth_a_plan
-from zoo import KINDS, build, build_exact, prompt
+from zoo import KINDS, build, build_exact, build_for, prompt
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +73,9 @@ def test_a_joining_prompt_is_indexed_a_few_layers_a_step(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("method", KINDS)
-def test_everyone_gets_the_tokens_of_being_alone(model: PreTrainedModel, method: str) -> None:
+def test_everyone_gets_the_tokens_of_being_alone(method: str) -> None:
     """Prompts come in chunks between the steps of others; some are cancelled while they wait, prefill or decode."""
+    model = build_for(method)
     batch = Batch(model, method, max_seqs=3, capacity=200, prefill_chunk=64, **settings_of(method))
     scheduler = Scheduler(batch, step_tokens=24)
     asked = [(prompt(1, n, seed=n)[0], new) for n, new in ((90, 12), (30, 16), (130, 6), (7, 9), (100, 5), (12, 4))]

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from kvthaw import Batch, HostMemoryError, PrefixCache, Request, Sampling, Scheduler
 from kvthaw.methods import resolve
-from zoo import DISTINCT, build, build_exact, prompt
+from zoo import DISTINCT, build, build_exact, build_for, prompt
 
 CAPACITY = 260
 LONG, SHORT, NEW = 150, 40, 24
@@ -74,10 +74,11 @@ def preempt_and_go_on(model: PreTrainedModel, batch: Batch, ids: torch.Tensor, a
 
 
 @pytest.mark.parametrize("method", [name + INTERVALS.get(name, "") for name in DISTINCT])
-def test_every_method_goes_on_with_its_tokens(model: PreTrainedModel, method: str) -> None:
-    ids = prompt(1, LONG, seed=5)[0]
-    request = preempt_and_go_on(model, batch_of(model, method), ids, (2, 13))
-    assert request.tokens == alone(model, method, ids, NEW)
+def test_every_method_goes_on_with_its_tokens(method: str) -> None:
+    """All layers are the method's. Layers of full attention come with three methods below."""
+    model, ids, how = build_for(method), prompt(1, LONG, seed=5)[0], {} if method == "full" else {"dense_layers": 0}
+    request = preempt_and_go_on(model, batch_of(model, method, **how), ids, (2, 13))
+    assert request.tokens == alone(model, method, ids, NEW, **how)
 
 
 @pytest.mark.parametrize(
