@@ -111,7 +111,7 @@ def test_a_model_that_cannot_be_captured_decodes_eagerly(method: str, monkeypatc
     model = build_for(method)
     settings: dict[str, Any] = {"dense_layers": 1} if method == "full" else {"budget": 32, "dense_layers": 0, "block_size": 16}
     prompts = [prompt(1, n, seed=n)[0] for n in (40, 90)]
-    expected = serve(Batch(model, method, max_seqs=2, capacity=CAPACITY, **settings), prompts, NEW[:2])
+    expected = serve(Batch(model, method, max_seqs=2, capacity=CAPACITY, **settings), prompts, [5, 7])
 
     class UnderWay(StandIn):
         now = tried = 0
@@ -136,7 +136,7 @@ def test_a_model_that_cannot_be_captured_decodes_eagerly(method: str, monkeypatc
     captured_by(monkeypatch, UnderWay)
     batch = Batch(model, method, max_seqs=2, capacity=CAPACITY, **settings)
     runner = batch.cache.replay = StaticGraphs(batch.model.forward, batch.cache)
-    assert serve(batch, prompts, NEW[:2]) == expected
+    assert serve(batch, prompts, [5, 7]) == expected
     assert UnderWay.tried == 1
     assert runner.captures == 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -44,15 +44,19 @@ def methods(
         return
     if name is not None and name not in METHODS:
         raise unknown_method(name, [AUTO, *METHODS])
-    rows = [describe(resolve(one)) for one in ([name] if name else METHODS)]
-    if name is None and as_json:
-        print(json.dumps(rows))
-    elif name is None:
-        told = [[row["name"], row["paper"].strip("-"), row["choose_it_when"]] for row in _recommended_first(rows)]
+    found = [resolve(one) for one in ([name] if name else METHODS)]
+    if name is None and not as_json:
+        order = {method: place for place, method in enumerate(RECOMMENDED)}
+        found.sort(key=lambda method: order.get(method.name, len(order)))  # the papers' own come last
+        told = [[method.name, method.paper.strip("-"), method.choose] for method in found]
         print_wide(
             lay_out(None, ["name", "paper", "choose it"], told, words=["name", "paper", "choose it"], folded=["choose it"])
         )
         print("kvthaw methods NAME tells what one does, and its options.")
+        return
+    rows = [describe(method) for method in found]
+    if name is None:
+        print(json.dumps(rows))
     elif as_json:
         print(json.dumps(rows[0] | {"text": own.text(METHODS[name]), "options": own.options(METHODS[name])}))
     else:
@@ -76,11 +80,6 @@ _FACTS = ("unit", "kv", "decides", "graph_safe", "bytes_a_key")
 def _paragraph(text: str) -> str:
     """Return a docstring's paragraph with lines that the terminal may break. Explanations of arguments keep lines of their own."""
     return re.sub(r"\n(?: {4})*(?!\w+: )", " ", text)
-
-
-def _recommended_first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the methods with those first that README recommends, then the papers' own."""
-    return sorted(rows, key=lambda row: RECOMMENDED.index(row["name"]) if row["name"] in RECOMMENDED else len(RECOMMENDED))
 
 
 def _auto(as_json: bool) -> None:
