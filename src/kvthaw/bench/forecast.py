@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from bisect import bisect_left
 from collections.abc import Hashable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -123,7 +124,7 @@ class Forecaster:
         found, longest = list[str](), self._longest(method)
         if longest:
             found.append(f"a prompt of at most {longest:,} tokens")
-        many = next((n for n in range(self.batch - 1, 0, -1) if self._with(batch=n)._holds(method, length)), 0)
+        many = bisect_left(range(1, self.batch), True, key=lambda n: not self._with(batch=n)._holds(method, length))
         if many:
             found.append(f"--batch {many}")
         eight = self._with(settings=replace(self.settings, kv_dtype="fp8"))
