@@ -87,9 +87,15 @@ def estimates(shape: Shape, rows: Tensor, known: Tensor, count: int, centred: bo
     return Estimated(places, wanted, scores.contiguous(), marks(places, wanted, shape.tokens), centre)
 
 
-@over_shapes
-@pytest.mark.parametrize("page", [1, 8, 24])
-@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "page", "centred"),
+    [
+        (shape, page, (turn + i) % 2 == 1)
+        for turn, shape in enumerate(dict.fromkeys(SHAPES))
+        for i, page in enumerate((1, 8, 24))
+    ],
+    ids=str,
+)
 def test_estimated_scores_weigh_tokens(shape: Shape, page: int, centred: bool) -> None:
     query, means, rows, known = case(shape, page)
     estimated = estimates(shape, rows, known, 40, centred)
