@@ -103,7 +103,7 @@ def test_plan_and_a_cache_agree_about_a_card_of_24_gb(
     planned = on(None, memory=24, shape=shape, weights=None if weights is None else int(weights * GIB))
     told, room = planned.forecast("auto", 131_072), planned.room
     monkeypatch.setitem(BEST, "cpu", BEST["cuda"])  # the meta device stands for the card
-    monkeypatch.setattr("kvthaw.engine.hf.cache.available_host_memory", lambda ranks: None)
+    monkeypatch.setattr("kvthaw.engine.hf.dry_run.available_host_memory", lambda ranks: None)
     cache = Cache(planned.model, device_memory=room, sized_for=(1, 131_072, planned.new_tokens))
     assert told.fits
     assert cache.settings.method.name == told.in_force
