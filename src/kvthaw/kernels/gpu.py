@@ -1,4 +1,7 @@
-"""What a GPU's instructions and compiler offer. torch calls AMD's GPUs "cuda" too and numbers their capabilities otherwise."""
+"""What a GPU's instructions and compiler offer, and copies between host and device for which the host does not wait.
+
+torch calls AMD's GPUs "cuda" too and numbers their capabilities otherwise.
+"""
 
 from __future__ import annotations
 

@@ -64,11 +64,13 @@ class Projection:
         """Return residual + x W' + b."""
         bias = self.bias if self.reduce is None else None
         if single(x):  # one process adds the residual
-            mine = linear(x, [self.weight], [bias], residual=residual if self.reduce is None or self.reduce.first else None)[0]
+            adds = residual if self.reduce is None or self.reduce.first else None
+            total = linear(x, [self.weight], [bias], residual=adds)[0]
         else:
-            mine = together(x, [self])[0] if self.reduce is None else F.linear(x, plain(self.weight))
-        total = mine if self.reduce is None else self.reduce(mine)
-        total = total if self.reduce is None or self.bias is None else total + self.bias
+            total = F.linear(x, plain(self.weight), bias)
+        if self.reduce is not None:
+            total = self.reduce(total)
+            total = total if self.bias is None else total + self.bias
         return total if residual is None or single(x) else residual + total
 
 
