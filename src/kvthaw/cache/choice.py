@@ -15,6 +15,7 @@ from kvthaw.cache.host_memory import host_tensor
 from kvthaw.cache.index_api import Index, IndexContext, Selection, Transfer
 from kvthaw.cache.pool import Slab
 from kvthaw.errors import CacheError, one_of
+from kvthaw.kernels.gpu import sent
 from kvthaw.kernels.row_format import RowFormat
 from kvthaw.kernels.uva_gather import crossing, uva_gather
 
@@ -131,9 +132,7 @@ def scatter(slab: Slab, rows: Tensor, which: Tensor, slots: Tensor) -> None:
     """
     seqs, heads, n = slab.data.shape[:3]
     place = which // slots.shape[2] * n + slab.pool_start + slots.reshape(-1)[which]
-    if slab.data.device.type == "cuda":
-        place = place.pin_memory().to(slab.data.device, non_blocking=True)
-    slab.data.view(seqs * heads * n, 2, -1).index_copy_(0, place, rows)
+    slab.data.view(seqs * heads * n, 2, -1).index_copy_(0, sent(place, slab.data.device), rows)
 
 
 def fetch_choice(transfer: Transfer, choice: Choice, store: HostStore, slab: Slab, index: Index | None) -> None:

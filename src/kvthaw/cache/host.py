@@ -19,6 +19,7 @@ from torch import Tensor
 from kvthaw.cache.block_table import BlockTable
 from kvthaw.cache.host_memory import Block, BlockAllocator, HostMemory
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.gpu import sent
 from kvthaw.kernels.row_format import RowFormat
 from kvthaw.kernels.stream_keys import definition as stream_definition
 from kvthaw.kernels.stream_keys import stream_keys, stream_rows
@@ -219,7 +220,7 @@ class HostStore:
                 torch.cuda.current_stream(out.device).wait_event(self.arriving)
             blocks = -(-stop // self.block_size)
             table = self.table.on_cpu()[list(seqs), :blocks]
-            stream_keys(table.pin_memory().to(out.device, non_blocking=True), self.block_size, start, out, self.format)
+            stream_keys(sent(table, out.device), self.block_size, start, out, self.format)
         else:
             if self.arriving is not None:
                 self.arriving.synchronize()
