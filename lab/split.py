@@ -2,7 +2,7 @@
 
 Every process builds its part of the weights and draws the keys and values of its heads. A record for each setting, as of
 `kvthaw bench decode`, bytes of one process; a line with an error for one that fails, such as for memory. With --sums FILE first
-what an all-reduce takes, us each of 64 in one CUDA graph: nccl, and direct, by reading each other's memory.
+what an all-reduce takes, us each of 64 in one CUDA graph: nccl, and direct, by writing to each other's memory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def sums(device: torch.device, size: int) -> Iterator[dict[str, Any]]:
     group, rank = dist.group.WORLD, dist.get_rank()
     direct = AllReduce(Ranks(rank, size, group, device), torch.bfloat16)
     ways: dict[str, Callable[[Tensor], Any]] = {"nccl": partial(dist.all_reduce, group=group)}
-    if direct.buffer is not None:
+    if direct.inbox is not None:
         ways["direct"] = direct
     for rows, width in ((1, 4096), (1, 8192), (4, 8192), (8, 8192)):
         for way, add in ways.items():

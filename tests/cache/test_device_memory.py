@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from kvthaw.cache.device_memory import _CHUNK, BlockArena, DeviceMemory
 from kvthaw.cache.streams import Streams
@@ -107,18 +109,25 @@ def test_memory_of_a_reset_cache_returns_to_the_device(small_gpu: int) -> None:
 
 @pytest.mark.gpu
 def test_a_cache_that_is_garbage_does_not_end_the_process() -> None:
-    """torch ends it if a pool is destroyed within another's context, where the collector may run."""
-    device, before = torch.device("cuda"), gc.get_threshold()
-    left: Any = DeviceMemory("auto", (0,))
-    left.allocate(device, lambda: torch.empty(1 << 20, device=device))
-    left.itself = left
+    """torch ends it if a MemPool is destroyed within another's context, where the collector may run, on this or another thread."""
+    device = torch.device("cuda")
+
+    def abandoned() -> None:
+        left: Any = DeviceMemory("auto", (0,))
+        left.allocate(device, lambda: torch.empty(1 << 20, device=device))
+        left.itself = left
+
+    def collect() -> Tensor:
+        gc.collect()
+        with ThreadPoolExecutor(1) as other:
+            abandoned()
+            other.submit(gc.collect).result()
+        return torch.empty(1 << 20, device=device).fill_(1)
+
+    abandoned()
     memory = DeviceMemory("auto", (0,))
-    gc.set_threshold(1, 1, 1)
-    try:
-        del left
-        memory.allocate(device, lambda: [[] for _ in range(10_000)])
-    finally:
-        gc.set_threshold(*before)
+    kept = [memory.allocate(device, collect) for _ in range(4)]
+    assert all(bool(each.eq(1).all()) for each in kept)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,7 @@
-"""Generate by captured steps with a model that is split over the processes which torchrun started; the first writes what it got."""
+"""Add up over the processes which torchrun started, and generate by captured steps with a model that is split over them.
+
+The first writes what it generated.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel
 
 import kvthaw
+from kvthaw.cache.ranks import Ranks
+from kvthaw.engine.hf.tensor_parallel import AllReduce
+from kvthaw.kernels.exchange import definition
 from lab.bench.shapes import split
 from lab.torchrun import processes
 from zoo import VOCAB, build
@@ -50,8 +57,33 @@ def generated(model: PreTrainedModel) -> dict[str, list[int]]:
     return found
 
 
+def check_sums(rank: int) -> None:
+    """Compare sums of both GPUs, eager and captured, with definition(); raises AssertionError."""
+    device = torch.device("cuda")
+    add = AllReduce(Ranks(rank, 2, dist.group.WORLD, device), torch.bfloat16)
+    assert add.inbox is not None, "GPUs of one host write to each other's memory"
+
+    def drawn(part: int, n: int, call: int) -> torch.Tensor:
+        return torch.randn(n, generator=torch.Generator().manual_seed(10 * call + part)).bfloat16().to(device)
+
+    for call, n in enumerate([1, 4096, 65536, 1000, 4096] * 40):
+        parts = [drawn(part, n, call) for part in range(2)]
+        assert torch.equal(add(parts[rank]), definition(parts)), (call, n)
+    static, graph = torch.zeros(4096, dtype=torch.bfloat16, device=device), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        total = static
+        for _ in range(7):
+            total = add(total) / 2
+    for call in range(50):
+        parts = [drawn(part, 4096, call) for part in range(2)]
+        static.copy_(parts[rank])
+        graph.replay()
+        assert torch.equal(total, definition(parts) / 2), call
+
+
 if __name__ == "__main__":
     with processes(2) as rank:
+        check_sums(rank)
         mine = generated(split(2, make))
         if rank == 0:
             Path(sys.argv[1]).write_text(json.dumps(mine))

@@ -289,7 +289,7 @@ def chunks(dtype: torch.dtype, dim: int) -> None:
 
 def model(dtype: torch.dtype, dim: int) -> None:
     """What stands between a model's products."""
-    from kvthaw.kernels import gated, linear, rms_norm, rotate
+    from kvthaw.kernels import exchange, gated, linear, rms_norm, rotate
     from kvthaw.kernels.weights import Float8Weight, Int4Weight, Weight
 
     for rows, width in ((700, 4096), (700, 14336), (3, dim)):
@@ -313,6 +313,8 @@ def model(dtype: torch.dtype, dim: int) -> None:
             linear.launch(x, [kind] * 2, [empty(64, dtype=dtype)] * 2, norm=norm, gate="silu")
             linear.launch(x, [kind], [None], residual=empty(1, 64, dtype=dtype))
     query, key = (empty(2, 700, heads, dim, dtype=dtype).transpose(1, 2) for heads in (HEADS * GROUP, HEADS))
+    inbox = exchange.Inbox(empty(exchange.BUFFERS, 2, 65536, dtype=dtype), empty(2, dtype=torch.int64), empty(64), 1)
+    exchange.add_up(empty(1, 4096, dtype=dtype), inbox)
     for rows in (1, 2):
         rotate.launch(query, key, empty(rows, 700, dim, dtype=dtype), empty(rows, 700, dim, dtype=dtype))
 

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import _cuda_beginAllocateCurrentThreadToPool, _cuda_endAllocateToPool, _cuda_releasePool
 
 from kvthaw.cache.ranks import ALONE, Ranks
 from kvthaw.errors import first_line
@@ -43,8 +44,7 @@ def _available(device: torch.device) -> tuple[int, int]:
 def uncollected() -> Iterator[None]:
     """Disable garbage collection.
 
-    A capture fails if an earlier graph is destroyed meanwhile. torch ends the process if a pool is destroyed while memory is
-    allocated from another.
+    A capture fails if an earlier graph is destroyed meanwhile.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -78,7 +78,7 @@ class DeviceMemory:
         self.streams: list[torch.cuda.Stream] = []
         self.bytes, self.spills = limit if isinstance(limit, int) else 0, False
         self._arenas: dict[tuple[object, ...], BlockArena] = {}
-        self._pool: torch.cuda.MemPool | None = None
+        self._pool: _Pool | None = None
         self._nested = False  # within allocate()
 
     def allocate(self, device: torch.device, work: Callable[[], T]) -> T:
@@ -103,10 +103,10 @@ class DeviceMemory:
 
     def _in_pool(self, device: torch.device, work: Callable[[], T]) -> T:
         if self._pool is None:
-            self._pool = torch.cuda.MemPool()
+            self._pool = _Pool(device)
         self._nested = True
         try:
-            with uncollected(), torch.cuda.use_mem_pool(self._pool, device.index):
+            with self._pool.used():
                 return work()
         finally:
             self._nested = False
@@ -170,6 +170,31 @@ class DeviceMemory:
         self._arenas.clear()
         self.leave_pool()
         self.bytes, self.spills = self.limit if isinstance(self.limit, int) else 0, False
+
+
+class _Pool:
+    """A part of torch's allocator for a device. Its memory may return to the device once this object and its tensors are freed.
+
+    It is no torch.cuda.MemPool: torch ends the process if one is destroyed while memory is allocated from another. The garbage
+    collector may destroy a cache at any time, on any thread.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._name = index, torch.cuda.graph_pool_handle()
+        _cuda_beginAllocateCurrentThreadToPool(*self._name)  # makes the pool, with one use, which the finalizer ends
+        _cuda_endAllocateToPool(*self._name)
+        weakref.finalize(self, _cuda_releasePool, *self._name).atexit = False
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Context in which the current thread allocates from this pool."""
+        _cuda_beginAllocateCurrentThreadToPool(*self._name)
+        try:
+            yield
+        finally:
+            _cuda_endAllocateToPool(*self._name)
+            _cuda_releasePool(*self._name)
 
 
 class BlockArena:

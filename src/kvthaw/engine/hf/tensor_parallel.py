@@ -18,12 +18,15 @@ from transformers import PreTrainedModel
 
 from kvthaw.cache.ranks import Ranks
 from kvthaw.errors import UnsupportedModelError
+from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.exchange import BLOCK, BUFFERS, Inbox, add_up
+from kvthaw.kernels.gpu import nvidia
 
 _log = logging.getLogger(__name__)
 _BEFORE = "_kvthaw_forwards"
 """The model attribute that keeps the forwards of replaced modules."""
-_SHARED_BYTES = 128 << 10
-"""Largest tensor that GPUs add up by reading each other's memory: 16 rows of 4,096 numbers in bfloat16."""
+_MOST_BYTES = 128 << 10
+"""Largest tensor that GPUs add up by writing to each other's memory: 16 rows of 4,096 numbers in bfloat16."""
 
 
 def ranks(model: PreTrainedModel) -> Ranks:
@@ -54,7 +57,7 @@ def use_local_forwards(model: PreTrainedModel) -> None:
     """Replace the forwards of a split model's linear layers: they compute on this process's tensors, without DTensors and
     contexts.
 
-    Small outputs of decode steps are added up by reading the other GPUs' memory. All processes must call this; a second
+    Small outputs of decode steps are added up by writing to the other GPUs' memory. All processes must call this; a second
     call does nothing.
     """
     if (model.tp_size or 1) == 1 or hasattr(model, _BEFORE):
@@ -92,14 +95,12 @@ class AllReduce:
 
     def __init__(self, ranks: Ranks, dtype: torch.dtype) -> None:
         self.first = ranks.rank == 0
-        self._group, self.buffer = ranks.group, _shared_memory(ranks, dtype)
+        self._group, self.inbox = ranks.group, _inbox(ranks, dtype)
         self.group_name = "" if ranks.group is None else ranks.group.group_name
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.buffer is not None and x.numel() <= self.buffer.numel() and x.dtype == self.buffer.dtype:
-            mine = self.buffer[: x.numel()].view_as(x)
-            total: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(mine, x, "sum", self.group_name)
-            return total
+        if self.inbox is not None and self.inbox.fits(x):
+            return add_up(x, self.inbox)
         dist.all_reduce(x, group=self._group)
         return x
 
@@ -138,26 +139,33 @@ def _gathered(weight: Tensor, bias: Tensor | None, size: int, group: str) -> Cal
     return forward
 
 
-def _shared_memory(ranks: Ranks, dtype: torch.dtype) -> Tensor | None:
-    """Return memory of this GPU that the other processes' GPUs can address; None if some cannot."""
+def _inbox(ranks: Ranks, dtype: torch.dtype) -> Inbox | None:
+    """Return memory of this GPU that the other processes' GPUs write to; None if some cannot."""
     device = ranks.device
     if device is None or device.type != "cuda":
         return None
     hosts: list[Any] = [None] * ranks.size
     dist.all_gather_object(hosts, platform.node(), group=ranks.group)
-    buffer, reason = None, "they are GPUs of several hosts"
-    if len(set(hosts)) == 1:
+    data, addresses, reason = None, list[int](), "they are GPUs of several hosts"
+    if not HAS_TRITON or not nvidia(device):
+        reason = "the kernel needs Triton and GPUs of NVIDIA"
+    elif len(set(hosts)) == 1:
         import torch.distributed._symmetric_memory as symmetric
 
+        shape = BUFFERS, ranks.size, _MOST_BYTES // dtype.itemsize
         try:
-            buffer = symmetric.empty(_SHARED_BYTES // dtype.itemsize, dtype=dtype, device=device)
-            symmetric.rendezvous(buffer, ranks.group)
+            data = symmetric.empty(*shape, dtype=dtype, device=device)
+            memory = symmetric.rendezvous(data, ranks.group)
+            addresses = [memory.get_buffer(rank, shape, dtype).data_ptr() for rank in range(ranks.size)]
         except RuntimeError as error:
-            buffer, reason = None, str(error).partition("\n")[0]
-    if ranks.least(buffer is not None):
-        return buffer
-    _log.info("GPUs add up through NCCL, not by reading each other's memory: %s", reason)
-    return None
+            data, reason = None, str(error).partition("\n")[0]
+    if not ranks.least(data is not None) or data is None:
+        _log.info("GPUs add up through NCCL, not by writing to each other's memory: %s", reason)
+        return None
+    data.fill_(-0.0)
+    calls = torch.zeros(data.shape[2] // BLOCK, dtype=torch.int32, device=device)
+    ranks.least(1)  # no process writes before all have filled theirs
+    return Inbox(data, torch.tensor(addresses, device=device), calls, ranks.rank)
 
 
 def _own(weight: Tensor) -> Tensor:
