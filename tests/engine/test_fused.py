@@ -124,8 +124,8 @@ def steps(model: PreTrainedModel, ids: Tensor, count: int = 4) -> Tensor:
     return torch.cat(found, 1)
 
 
-JOINED = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
-"""Architectures whose layers join the launches of a step."""
+JOINED = {"llama": 2, "mistral": 2, "qwen2": 2, "qwen3": 0, "smollm3": 0}
+"""Architectures whose layers join the launches of a step, and the layers whose q and k their product turns."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in JOINED else pytest.mark.slow) for name in MODELS])
@@ -135,19 +135,23 @@ def test_steps_of_one_token_give_the_same_logits(name: str, device: torch.device
 
     def noted(x: Tensor, weights: Sequence[Tensor], *given: Any, **how: Any) -> list[Tensor]:
         met.append(len(weights))
+        turns.append(how.get("turn") is not None)
         return linear.linear(x, weights, *given, **how)
 
     monkeypatch.setattr(projections, "linear", noted)
+    turns = list[bool]()
     for rows in (1, 2):
         ids = prompt(rows, 30).to(device)
         plain = steps(model, ids)
         met.clear()
+        turns.clear()
         with fused.swapped(modules(model)):
             found = steps(model, ids)
         if rows > 1:
             assert met == []
         elif name in JOINED:
             assert met == [1] + ([3, 1, 2, 1] * 2 + [1]) * 4  # the head after the prompt, then layers and the head
+            assert sum(turns) == 4 * JOINED[name]
         assert torch.allclose(found, plain, rtol=1e-4, atol=1e-4)
         assert device.type != "cpu" or torch.equal(found, plain)
     assert not any("forward" in vars(module) for module in model.modules())

@@ -294,13 +294,19 @@ def model(dtype: torch.dtype, dim: int) -> None:
 
     for rows, width in ((700, 4096), (700, 14336), (3, dim)):
         rms_norm.launch(empty(rows, width, dtype=dtype), rms_norm.Norm(empty(width, dtype=dtype), 1e-6))
+        rms_norm.add_launch(
+            empty(rows, width, dtype=dtype), empty(rows, width, dtype=dtype), rms_norm.Norm(empty(width, dtype=dtype), 1e-6)
+        )
     gated.launch(empty(700, 14336, dtype=dtype), empty(700, 14336, dtype=dtype), "silu")
+    gate, up = empty(700, 2 * 14336, dtype=dtype).chunk(2, dim=-1)
+    gated.launch(gate, up, "silu")
     for width in (576, 4096, 14336):
         x, norm = empty(1, width, dtype=dtype), rms_norm.Norm(empty(width, dtype=dtype), 1e-6)
         weights = [empty(n, width, dtype=dtype) for n in (64, 16, 16)]
         linear.launch(x, weights, [None] * 3, norm=norm)
         linear.launch(x, [weights[1]] * 2, [empty(16, dtype=dtype)] * 2, norm=norm, gate="gelu_tanh")
         linear.launch(x, weights[:1], [None], residual=empty(1, 64, dtype=dtype))
+        linear.launch(x, weights[:1] * 3, [None] * 3, norm=norm, turn=linear.Turn(*(empty(16, dtype=dtype) for _ in range(2))))
 
         def int4(group: int, width: int = width) -> Weight:
             wide = -(-width // 1024) * 1024
@@ -312,6 +318,7 @@ def model(dtype: torch.dtype, dim: int) -> None:
             linear.launch(x, [kind] * 3, [None] * 3, norm=norm)
             linear.launch(x, [kind] * 2, [empty(64, dtype=dtype)] * 2, norm=norm, gate="silu")
             linear.launch(x, [kind], [None], residual=empty(1, 64, dtype=dtype))
+        linear.launch(x, [eight] * 3, [None] * 3, norm=norm, turn=linear.Turn(*(empty(16, dtype=dtype) for _ in range(2))))
     query, key = (empty(2, 700, heads, dim, dtype=dtype).transpose(1, 2) for heads in (HEADS * GROUP, HEADS))
     inbox = exchange.Inbox(empty(exchange.BUFFERS, 2, 65536, dtype=dtype), empty(2, dtype=torch.int64), empty(64), 1)
     exchange.add_up(empty(1, 4096, dtype=dtype), inbox)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from warp import THREAD, run
 
-from kvthaw.kernels import linear, linear_int4, nibbles, rms_norm
+from kvthaw.kernels import linear, linear_int4, nibbles, rms_norm, rotate
 from kvthaw.kernels.linear_parts import Blocks
 from kvthaw.kernels.rms_norm import Norm
 from kvthaw.kernels.weights import Float8Weight, Int4Weight, Weight, dense
@@ -151,6 +151,30 @@ def test_products_of_4_bits(
         assert [y.shape for y in found] == [(1, 1, n) for n in (rows[:1] if given["gate"] else rows)]
         for y, expected in zip(found, exact(x, given), strict=True):
             close(y, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("make", [plain, eights])
+@pytest.mark.parametrize(("heads", "dim", "bias"), [((2, 1), 8, False), ((3, 3), 16, True), ((5, 1), 4, False)])
+def test_queries_and_keys_are_turned(
+    heads: tuple[int, int], dim: int, bias: bool, make: Any, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Whole blocks of pairs, blocks that a weight fills in part, and a value that is not turned."""
+    x = drawn(1, 1, 64, like=torch.empty(0, dtype=dtype, device=device))
+    given = settings(x, [heads[0] * dim, heads[1] * dim, 6], **NOTHING | {"norm": True, "bias": bias}, make=make)
+    angle = torch.randn(dim // 2, device=device).repeat(2)
+    turn = linear.Turn(angle.cos().to(dtype), angle.sin().to(dtype))
+    assert all(turn.fits(weight, dtype) for weight in given["weights"][:2])
+    query, key, value = exact(x, given)
+    turned = rotate.definition(
+        *(y.view(1, -1, 1, dim) for y in (query, key)), *(one.view(1, 1, -1) for one in (turn.cos, turn.sin))
+    )
+    for rows in (2, 4, 8):
+        found = linear.launch(x, **given, turn=turn, blocks=Blocks(rows, 64, 1, 4))
+        for y, expected in zip(found, (*turned, value), strict=True):
+            close(y, expected.reshape(y.shape))
+    assert not turn.fits(drawn(dim + 2, 64, like=x), dtype)
+    assert not turn.fits(fours(32)(8 * dim, 128, x), torch.bfloat16)
 
 
 def packed(q: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ products costs comes on top of it: the memory is idle from the last load of one 
 kernels load weights before they wait for their predecessor, which nothing writes, so the memory stays busy.
 
 Each program serves several blocks of rows of a weight, one after the other. It normalises the token once, and it loads the
-next block while it multiplies this one.
+next block while it multiplies this one. Queries and keys may be turned by their positions in the same launch: a program then has
+both rows of each pair of dimensions that turn together.
 
 Weights of 8 bits (weights.py) are loaded as words of four. At 4.4 TB/s an H200 has 7.6 instructions of a thread for each; the
 kernel takes 4.1 to 4.5: half a conversion to float16, one to float32, a product, and sums over warps. Weights of 4 bits have a
@@ -15,12 +16,13 @@ kernel of their own (linear_int4.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvthaw.kernels import HAS_TRITON, gated, linear_int4, rms_norm
+from kvthaw.kernels import HAS_TRITON, gated, linear_int4, rms_norm, rotate
 from kvthaw.kernels.chain import dependent
 from kvthaw.kernels.gated import Activation
 from kvthaw.kernels.gpu import by_device, nvidia
@@ -44,6 +46,23 @@ cvt.f32.f16 $3, d;
 """PTX that makes four numbers in float32 of a word of 8-bit ones, for compute capability 8.9 and above."""
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The rotary position of the token.
+
+    cos, sin: of each dimension of a head, [D]. The halves of D turn together.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def fits(self, weight: Weight, dtype: torch.dtype) -> bool:
+        """Return whether a weight has rows of whole heads, which the kernel can turn."""
+        alike = self.cos.shape == self.sin.shape and self.cos.dtype == self.sin.dtype == dtype and self.cos.ndim == 1
+        whole = self.cos.is_contiguous() and self.sin.is_contiguous() and len(self.cos) % 2 == 0
+        return alike and whole and weight.shape[0] % len(self.cos) == 0 and not isinstance(weight, Int4Weight)
+
+
 def definition(
     x: Tensor,
     weights: Sequence[Weight],
@@ -52,17 +71,23 @@ def definition(
     norm: Norm | None = None,
     residual: Tensor | None = None,
     gate: Activation | None = None,
+    turn: Turn | None = None,
 ) -> list[Tensor]:
     """Return x W' + b for each weight W [N, K] and bias b [N] or None.
 
     x: one token, [1, K]. With a norm it is normalised first.
     residual: [1, N]. It is added to the rounded product.
     gate: return activation(x W0') * (x W1') of two weights of one shape instead.
+    turn: turn the first two results, queries and keys.
     """
     x = x if norm is None else rms_norm.definition(x, norm)
     found = [F.linear(x, dense(weight, x.dtype), bias) for weight, bias in zip(weights, biases, strict=True)]
     if gate is not None:
         found = [gated.definition(found[0], found[1], gate)]
+    if turn is not None:
+        query, key = (y.view(1, -1, 1, len(turn.cos)) for y in found[:2])
+        turned = rotate.definition(query, key, turn.cos.view(1, 1, -1), turn.sin.view(1, 1, -1))
+        found[:2] = [y.view_as(like) for y, like in zip(turned, found, strict=False)]
     return found if residual is None else [residual + y for y in found]
 
 
@@ -71,7 +96,7 @@ if HAS_TRITON:
     import triton.language as tl
 
     from kvthaw.kernels.chain import follow
-    from kvthaw.kernels.linear_parts import biased, finish, part
+    from kvthaw.kernels.linear_parts import biased, finish, part, turned
     from kvthaw.kernels.rms_norm import scaled
 
     @triton.jit
@@ -167,10 +192,19 @@ if HAS_TRITON:
         return y
 
     @triton.jit
-    def _linear(out0, out1, out2, x, norm, residual, w0, w1, w2, s0, s1, s2, b0, b1, b2, n0, n1, n2, eps, offset,
+    def _rows(block, straight, BN: tl.constexpr, HALF: tl.constexpr):
+        # The rows of a block: adjacent ones, or pairs of a head's dimensions that turn together, unless straight.
+        row = block * BN + tl.arange(0, BN)
+        if HALF:
+            pair = row // 2
+            row = tl.where(straight, row, pair // HALF * (2 * HALF) + pair % HALF + HALF * (row % 2))
+        return row
+
+    @triton.jit
+    def _linear(out0, out1, out2, x, norm, residual, cos, sin, w0, w1, w2, s0, s1, s2, b0, b1, b2, n0, n1, n2, eps, offset,
                 K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, GATED: tl.constexpr, SILU: tl.constexpr,
                 NORM: tl.constexpr, LATE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, SCALES: tl.constexpr,
-                CONVERT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                CONVERT: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
         # Program: every tl.num_programs(0)th block of BN rows, of the weights one after the other. With SCALES weights are words
         # of four 8-bit numbers, which CONVERT converts.
         FOURS: tl.constexpr = SCALES > 0
@@ -181,7 +215,7 @@ if HAS_TRITON:
         end1 = end0 + (tl.cdiv(n1, BN) if PARTS > 1 else 0)
         blocks = end1 + (tl.cdiv(n2, BN) if PARTS > 2 else 0)
         weight, n, start = part(block, w0, w1, w2, n0, n1, n2, end0, end1, PARTS)
-        row = (block - start) * BN + tl.arange(0, BN)
+        row = _rows(block - start, block >= end1, BN, HALF)
         tile = _load(weight, row, n, 0, K // EACH, BN, BK // EACH)
         if GATED:
             upper = _load(w1, row, n, 0, K // EACH, BN, BK // EACH)
@@ -198,7 +232,7 @@ if HAS_TRITON:
             here, here_n, here_tile, here_row = weight, n, tile, row
             coming = current + step
             weight, n, start = part(coming, w0, w1, w2, n0, n1, n2, end0, end1, PARTS)
-            row = (coming - start) * BN + tl.arange(0, BN)
+            row = _rows(coming - start, coming >= end1, BN, HALF)
             tile = _load(weight, row, n, 0, K // EACH, BN, BK // EACH)
             y = _product(
                 here, here_tile, here_row, here_n, x, norm, scale, offset, token, K, BN, BK, NORM, LATE, FOURS, CONVERT
@@ -208,6 +242,8 @@ if HAS_TRITON:
             bias, _, _ = part(current, b0, b1, b2, n0, n1, n2, end0, end1, PARTS)
             scales, _, _ = part(current, s0, s1, s2, n0, n1, n2, end0, end1, PARTS)
             y = biased(_weighed(y, scales, here_row, here_n, SCALES), bias, here_row, here_n, kind, BIAS)
+            if HALF:
+                y = turned(y, here_row, cos, sin, current >= end1, HALF)
             up = y
             if GATED:
                 here_upper = upper
@@ -227,11 +263,13 @@ def launch(
     norm: Norm | None = None,
     residual: Tensor | None = None,
     gate: Activation | None = None,
+    turn: Turn | None = None,
     blocks: Blocks | None = None,
 ) -> list[Tensor]:
     """Launch the Triton kernel; arguments and results as in `definition`, for up to three weights of one kind.
 
-    All biases are given or none. Everything is contiguous. x, norm, biases, residual and plain weights have one dtype.
+    All biases are given or none. A turn fits the first two weights. Everything is contiguous. x, norm, biases, residual and
+    plain weights have one dtype.
     """
     width, parts = x.shape[-1], 1 if gate else len(weights)
     given = [bias for bias in biases if bias is not None]
@@ -239,6 +277,7 @@ def launch(
     assert x.numel() == width and all(t.is_contiguous() and t.dtype == x.dtype for t in (x, *given))
     assert all(weight.shape[1] == width and readable(weight, x.dtype) for weight in weights)
     assert len({kind_of(weight) for weight in weights}) == 1 and not (residual is not None and parts > 1)
+    assert turn is None or (parts == 3 and all(turn.fits(weight, x.dtype) for weight in weights[:2]))
     int4 = [weight for weight in weights if isinstance(weight, Int4Weight)]
     if int4:
         return linear_int4.launch(x, int4, given, norm=norm, residual=residual, gate=gate, blocks=blocks)
@@ -249,14 +288,16 @@ def launch(
     how = blocks or blocks_of(weights[0], gated=gate is not None)
     total = sum(triton.cdiv(len(weight), how.rows) for weight in plain[:parts])
     w, b, o = [*plain, plain[0], plain[0]], [*given, *[x] * 3], [*out, out[0], out[0]]
+    cos, sin = (x, x) if turn is None else (turn.cos, turn.sin)
     s, single = [*scales, *[scales[0] if scales else x] * 3], bool(scales) and len(scales[0]) < len(plain[0])
     _linear[(how.launched(total, x.device),)](
-        *o[:3], x, x if norm is None else norm.weight, x if residual is None else residual, *w[:3], *s[:3], *b[:3],
+        *o[:3], x, x if norm is None else norm.weight, x if residual is None else residual, cos, sin, *w[:3], *s[:3], *b[:3],
         *(len(weight) for weight in w[:3]), *((0.0, 0.0) if norm is None else (norm.eps, norm.offset)),
         K=width, BN=how.rows, BK=how.width, PARTS=parts, GATED=gate is not None, SILU=gate == "silu",
         NORM=norm is not None, LATE=norm is not None and norm.late, ADD=residual is not None, BIAS=bool(given),
         SCALES=2 if single else int(bool(scales)),
-        CONVERT=_CONVERT if nvidia(x.device, (8, 9)) else None, num_warps=how.warps, **dependent(x.device),
+        CONVERT=_CONVERT if nvidia(x.device, (8, 9)) else None, HALF=0 if turn is None else len(cos) // 2, num_warps=how.warps,
+        **dependent(x.device),
     )  # fmt: skip
     return out
 

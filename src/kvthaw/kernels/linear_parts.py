@@ -54,6 +54,18 @@ if HAS_TRITON:
         return y.to(kind)
 
     @triton.jit
+    def turned(y, row, cos, sin, straight, HALF: tl.constexpr):
+        # Pairs of rounded products of a head's dimensions, turned by the token's position unless straight. Products and sums are
+        # rounded as separate operations round them.
+        kind: tl.constexpr = y.dtype
+        angle = row % (2 * HALF)
+        by_cos = (y.to(tl.float32) * tl.load(cos + angle).to(tl.float32)).to(kind).to(tl.float32)
+        low, high = tl.split(tl.reshape(y.to(tl.float32), (y.shape[0] // 2, 2)))
+        other = tl.reshape(tl.join(-high, low), (y.shape[0],))
+        by_sin = (other * tl.load(sin + angle).to(tl.float32)).to(kind).to(tl.float32)
+        return tl.where(straight, y, (by_cos + by_sin).to(kind))
+
+    @triton.jit
     def finish(y, up, out, residual, row, n, GATED: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr):
         # Store rounded products y of rows, times `up` after the activation if GATED, plus the residual if ADD.
         kind = out.dtype.element_ty

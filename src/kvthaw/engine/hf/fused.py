@@ -123,7 +123,10 @@ def _layer(self: Any, hidden_states: Tensor, *args: Any, **given: Any) -> Tensor
         plain: Tensor = type(self).forward(self, hidden_states, *args, **given)
         return plain
     norms: list[tuple[Module, _Forward]] = [(self.input_layernorm, _unchanged), (self.post_attention_layernorm, _unchanged)]
-    with swapped([*norms, *parts.forwards(hidden_states, self.mlp)], all=True):
+    turn = parts.turn(self.self_attn, hidden_states, given.get("position_embeddings"))
+    if turn is not None:
+        given["position_embeddings"] = None, None
+    with swapped([*norms, *parts.forwards(hidden_states, self.mlp, turn)], all=True):
         hidden, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **given)
         out: Tensor = self.mlp(self.post_attention_layernorm(hidden))
         return out

@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Linear, Module, Parameter
 
-from kvthaw.engine.hf.recognised import gate_of, inference, norm_of, weight_of
+from kvthaw.engine.hf.recognised import gate_of, inference, norm_of, turns_last, weight_of
 from kvthaw.engine.hf.tensor_parallel import AllReduce, LocalLinear
 from kvthaw.kernels.gated import Activation, gated
-from kvthaw.kernels.linear import linear
+from kvthaw.kernels.linear import Turn, linear
 from kvthaw.kernels.rms_norm import MOST, Norm, add_rms_norm, rms_norm
 from kvthaw.kernels.weights import Weight, kind_of, readable
 
@@ -127,12 +127,24 @@ class Layer:
             return None
         return cls(before, after, qkv, o, gate)
 
-    def forwards(self, hidden: Tensor, mlp: Module) -> list[tuple[Module, Callable[..., Any]]]:
+    def turn(self, attention: Any, x: Tensor, angles: object) -> Turn | None:
+        """Return the rotary position with which q and k can be computed; None if the attention module must turn them.
+
+        angles: the module's position_embeddings, cosines and sines [1, 1, D].
+        """
+        if not single(x) or not turns_last(attention) or not isinstance(angles, tuple) or len(angles) != 2:
+            return None
+        if not all(isinstance(one, Tensor) and one.shape == (1, 1, attention.head_dim) for one in angles):
+            return None
+        found = Turn(angles[0].view(-1), angles[1].view(-1))
+        return found if all(found.fits(one.weight, x.dtype) for one in self.qkv[:2]) else None
+
+    def forwards(self, hidden: Tensor, mlp: Module, turn: Turn | None) -> list[tuple[Module, Callable[..., Any]]]:
         """Return the modules of a forward with what they compute in it. The norms hand their input on to the projections."""
         found = list[Tensor]()
 
         def query(module: Module, x: Tensor) -> Tensor:
-            found.extend(together(x, self.qkv, self.before))
+            found.extend(together(x, self.qkv, self.before, turn))
             return found[0]
 
         def output(module: Module, x: Tensor) -> Tensor:
@@ -151,11 +163,14 @@ class Layer:
         return [*zip(projections, given, strict=True), (self.o.module, output), (mlp, feed)]
 
 
-def together(x: Tensor, projections: Sequence[Projection], norm: Norm | None = None) -> list[Tensor]:
-    """Return the products of x [..., K], normalised before if a norm is given, with the weights of some projections."""
+def together(x: Tensor, projections: Sequence[Projection], norm: Norm | None = None, turn: Turn | None = None) -> list[Tensor]:
+    """Return the products of x [..., K], normalised before if a norm is given, with the weights of projections.
+
+    turn: for one token, turns the first two.
+    """
     weights, biases = [one.weight for one in projections], [one.bias for one in projections]
     if single(x):
-        return linear(x, weights, biases, norm=norm)
+        return linear(x, weights, biases, norm=norm, turn=turn)
     x, some = x if norm is None else rms_norm(x, norm), [plain(weight) for weight in weights]
     given = [bias for bias in biases if bias is not None]
     weight, bias = adjacent(some), adjacent(given) if given else None

@@ -48,6 +48,8 @@ _NAMES = frozenset(
     }
 )
 """What an attention module may use so that it returns what its o_proj returns: nothing follows that projection."""
+_BETWEEN = frozenset({"q_norm", "k_norm", "query_layernorm", "key_layernorm", "use_rope"})
+"""What a module uses that computes with queries and keys before it turns them, or that turns them in part of its layers."""
 
 
 def norm_of(module: Any) -> Norm | None:
@@ -113,10 +115,19 @@ def _rotating(kind: type[Module]) -> Callable[..., Any] | None:
     return found
 
 
+def turns_last(attention: Any) -> bool:
+    """Return whether an attention module within `fused` turns what its q_proj and k_proj return, and computes nothing between."""
+    code, forward = getattr(inspect.unwrap(type(attention).forward), "__code__", None), vars(attention).get("forward")
+    between = code is None or not _BETWEEN.isdisjoint(code.co_names)
+    return not between and getattr(forward, "__func__", None) is rotating(attention) is not None
+
+
 def _turned(plain: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that rotates queries and keys with the kernel, or with `plain` where the kernel does not apply."""
 
-    def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    def turn(q: Tensor, k: Tensor, cos: Tensor | None, sin: Tensor | None, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        if cos is None or sin is None:
+            return q, k  # their projections turned them
         if unsqueeze_dim == 1 and inference(q) and q.ndim == 4 and serves(q, k, cos, sin):
             return rotate(q, k, cos, sin)
         turned: tuple[Tensor, Tensor] = plain(q, k, cos, sin, unsqueeze_dim)
