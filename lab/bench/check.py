@@ -23,8 +23,8 @@ PROMPT, LENGTH = 480, 512
 class Checks:
     """Compare logits with transformers' own, once per method and way to take steps, for one model.
 
-    Tolerance: the difference between transformers' two attentions (sdpa and eager). Rounding alone moves the logits of a
-    deep bfloat16 model of random weights by 8 %.
+    Tolerance: 1.5 times the difference between transformers' two attentions (sdpa and eager), because kvthaw's kernels of
+    linear layers round in another order too. Rounding alone moves the logits of a deep bfloat16 model of random weights by 8 %.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -89,8 +89,8 @@ class Checks:
             self._reference = found[0], float((found[1] - found[0]).norm() / found[0].norm())
         reference, rounding = self._reference
         reference = reference if theirs is None else theirs
-        error, allowed = float((ours - reference).norm() / reference.norm()), max(rounding, 1e-4)
-        why = f"transformers' eager attention does from its sdpa ({rounding:.4f})"
+        error, allowed = float((ours - reference).norm() / reference.norm()), max(1.5 * rounding, 1e-4)
+        why = f"1.5 times what transformers' eager attention does from its sdpa ({rounding:.4f})"
         if not error <= allowed:
             raise CacheError(
                 f"{setting.method}, {setting.steps}, differs from {what} by {error:.4f} of the logits' norm, more than {why}"
