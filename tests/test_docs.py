@@ -25,7 +25,7 @@ from lab.ablations import registered
 from lab.cells import read_cells, write_cells
 from lab.evaluate.published import BENCHMARKS
 from lab.evaluate.tasks import SUITES, TASKS
-from lab.methods_table import markdown
+from lab.methods_table import BEGIN, PAGE, markdown
 from lab.script import END, put
 from zoo import build, prompt
 
@@ -52,7 +52,8 @@ PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *sorted(str(p.relative_
 
 
 def test_the_table_of_methods_is_the_generated_one() -> None:
-    assert markdown() in (ROOT / "docs" / "methods.md").read_text()
+    found = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
+    assert found.strip() == markdown(), "python -m lab.methods_table has not been run"
 
 
 def test_every_task_stands_in_the_docs() -> None:
@@ -131,7 +132,9 @@ def test_tables_of_the_comparison_come_from_its_cells() -> None:
     cells = read_cells(ROOT / "lab" / "results" / "compare.jsonl")
     for page, text in compared["PAGES"].items():
         found = (ROOT / page).read_text().partition(compared["BEGIN"])[2].partition(END)[0]
-        assert found.strip() == text(cells, read_cells(compared["SEEDS"])), f"lab/compared.py has not been run for {page}"
+        assert found.strip() == text(cells, read_cells(compared["SEEDS"])), (
+            f"python -m lab.compared has not been run for {page}"
+        )
 
 
 def test_of_cells_that_are_published_again_the_last_counts(tmp_path: Path) -> None:
