@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
 import re
 import runpy
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 
 import lab.cli
 from kvthaw import cli
+from kvthaw.cli.serve import serve
 from kvthaw.evaluate.variant import read_variant
 from kvthaw.methods import METHODS, resolve
 from lab.__main__ import app as laboratory
@@ -183,6 +185,13 @@ def test_every_command_that_is_shown_can_be_given(monkeypatch: pytest.MonkeyPatc
         program, words = (cli.app, asked[1:]) if asked[0] == "kvthaw" else (laboratory, asked[3:])
         said = CliRunner().invoke(program, words)  # options are looked up before help is shown
         assert said.exit_code == 0, f"{line}: {said.output}"
+
+
+def test_every_option_of_the_server_is_in_its_page() -> None:
+    text = (ROOT / "docs" / "serving.md").read_text()
+    options = [f"--{name.replace('_', '-')}" for name in inspect.signature(serve).parameters if name != "served"]
+    assert len(options) > 20
+    assert [option for option in options if f"`{option}" not in text] == []
 
 
 @pytest.fixture(scope="module")
