@@ -119,7 +119,7 @@ def _refresh(index: HybridIndex) -> float:
     """Seconds for the work of a refresh of a layer, the second of two times: keys from the host, static set, pages."""
     took = 0.0
     for _ in range(2):
-        took = _timed(index.digests, lambda: index.plan([0], index.read(0, index.seqs[0].tokens), *index.windows([0])))
+        took = _timed(index.digests, lambda: index.reorderings([0], index.read(0, index.seqs[0].tokens), *index.windows([0])))
     return took
 
 

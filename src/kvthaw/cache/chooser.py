@@ -268,7 +268,7 @@ class Chooser:
         return len(self.by_method) + len(self.dense)
 
     def block_room(self) -> int | None:
-        """Return how many tokens of all sequences, in whole blocks, full attention holds in blocks on the device.
+        """Return the most tokens of all sequences, each rounded up to whole blocks, that full attention can hold on the device.
 
         Returns None if full attention is not in force, or has a tensor with room for every sequence's capacity.
         """
