@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvthaw.bench.card import where
 from kvthaw.engine.graph_runner import ElasticGraph, capturable
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import CacheError, ConfigError
-from kvthaw.evaluate.machine import now
+from kvthaw.evaluate.machine import now, where
 from kvthaw.index.hybrid import HybridIndex
 from kvthaw.index.units import UnitIndex
 from kvthaw.methods import resolve

@@ -228,8 +228,7 @@ class UnitIndex(TablesOnDevice, Index):
 
     def join(self) -> None:
         """Run deferred work, and have the current stream wait for the side stream; the host does not wait."""
-        if self in self._deferred.owners:
-            self._deferred.flush()
+        super().join()
         if self._done is not None:
             torch.cuda.current_stream(self.context.device).wait_event(self._done)
             self._done = None
