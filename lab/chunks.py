@@ -18,8 +18,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from kvthaw import Batch, Request, Scheduler
-from kvthaw.bench.card import where
 from kvthaw.engine.warm import warm
+from kvthaw.evaluate.machine import where
 from lab.arrivals import random_prompt
 from lab.bench.shapes import build
 from lab.fill import prompts_drawn

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvthaw.bench.card import noted, where
 from kvthaw.errors import ConfigError, at_least, unknown
-from kvthaw.evaluate.results import Record, ResultsFile
+from kvthaw.evaluate.machine import where
+from kvthaw.evaluate.results import Record, ResultsFile, noted
 from lab.bench.settings import ShapeSetting
 from lab.evaluate import plot
 from lab.filled import FilledBench

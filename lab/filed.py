@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from kvthaw import Batch, PrefixCache
-from kvthaw.bench.card import where
+from kvthaw.evaluate.machine import where
 from kvthaw.formatting import read_bytes
 from lab.bench.shapes import build
 from lab.fill import prompts_drawn

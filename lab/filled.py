@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvthaw.bench.card import where
 from kvthaw.bench.decode import Measures
 from kvthaw.bench.settings import HF
 from kvthaw.bench.steps import hf_cache, most_warm
 from kvthaw.engine.decode import decode
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import CacheError, ConfigError
+from kvthaw.evaluate.machine import where
 from kvthaw.evaluate.results import Record
 from lab import room
 from lab.bench.check import LENGTH, PROMPT, Checks

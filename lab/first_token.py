@@ -26,13 +26,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.utils import is_flash_attn_4_available
 
-from kvthaw.bench.card import where
 from kvthaw.bench.decode import free
 from kvthaw.bench.shapes import SHAPES
 from kvthaw.engine.hf import fused
 from kvthaw.engine.hf.attention import choose_flash_attention_4
 from kvthaw.engine.hf.layer import FLASH_ATTENTION_4
 from kvthaw.errors import CacheError
+from kvthaw.evaluate.machine import where
 from kvthaw.kernels import dense, flash_attention_4, gated, rms_norm, rotate
 from lab.bench.prefill import PrefillSetting, measure
 from lab.bench.shapes import build

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvthaw.bench.card import where
 from kvthaw.engine.graph_runner import ElasticGraph, capturable
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import CacheError, ConfigError
-from kvthaw.evaluate.machine import now
+from kvthaw.evaluate.machine import now, where
 from kvthaw.index.hybrid import HybridIndex
 from kvthaw.index.units import UnitIndex
 from kvthaw.methods import resolve
@@ -119,7 +118,7 @@ def _refresh(index: HybridIndex) -> float:
     """Seconds for the work of a refresh of a layer, the second of two times: keys from the host, static set, pages."""
     took = 0.0
     for _ in range(2):
-        took = _timed(index.digests, lambda: index.plan([0], index.read(0, index.seqs[0].tokens), *index.windows([0])))
+        took = _timed(index.digests, lambda: index.reorderings([0], index.read(0, index.seqs[0].tokens), *index.windows([0])))
     return took
 
 

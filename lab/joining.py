@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from kvthaw import Batch, Request, Scheduler
-from kvthaw.bench.card import noted, where
 from kvthaw.cache import page_locked
 from kvthaw.cache.passes import updaters
 from kvthaw.engine.warm import frozen, warm
+from kvthaw.evaluate.machine import where
+from kvthaw.evaluate.results import noted
 from kvthaw.formatting import read_bytes
 from kvthaw.method_names import AUTO
 from kvthaw.methods import resolve

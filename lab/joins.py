@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from kvthaw import Batch, Scheduler
-from kvthaw.bench.card import where
 from kvthaw.engine.warm import frozen, warm
+from kvthaw.evaluate.machine import where
 from lab.arrivals import random_prompt
 from lab.bench.shapes import build
 from lab.chunks import profiled

@@ -187,7 +187,7 @@ def refresh_time(tokens: int) -> dict[str, Any]:
         "torch_observe": lambda: observe.definition(window[0], keys, window[1], scale=DIM**-0.5),
         "torch_bounds": lambda: page_bounds.definition(keys, 32, spread="mean", order=rest),
     }
-    whole = eager_time(lambda: index.plan([0], index.read(0, tokens), *windows))
+    whole = eager_time(lambda: index.reorderings([0], index.read(0, tokens), *windows))
     times = {f"{name}_ms": round(eager_time(step) * 1e3, 3) for name, step in steps.items()}
     line = {
         "op": "refresh",

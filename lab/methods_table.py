@@ -1,11 +1,16 @@
-"""Print the table of all methods and the list of differences from their papers, as docs/methods.md has them."""
+"""Write the table of all methods and the list of differences from their papers into docs/methods.md."""
 
 from __future__ import annotations
 
 import textwrap
+from pathlib import Path
 
 from kvthaw.evaluate.describe import describe, word
 from kvthaw.methods import METHODS, resolve
+from lab.script import put
+
+PAGE = Path(__file__).parents[1] / "docs" / "methods.md"
+BEGIN = "<!-- written by lab/methods_table.py -->"
 
 
 def markdown() -> str:
@@ -16,8 +21,8 @@ def markdown() -> str:
     lines += ["| " + " | ".join(word(value) for value in row.values()) + " |" for row in rows]
     items = [f"- `{name}`: {said}." for name, said in differ.items() if said != "-"]
     wrapped = [textwrap.fill(item, 132, subsequent_indent="  ", break_on_hyphens=False) for item in items]
-    return "\n".join([*lines, "", "Each differs from its paper in:", "", *wrapped]) + "\n"
+    return "\n".join([*lines, "", "Each differs from its paper in:", "", *wrapped])
 
 
 if __name__ == "__main__":
-    print(markdown(), end="")
+    put(PAGE, markdown(), BEGIN)

@@ -16,10 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from kvthaw.bench.card import where
 from kvthaw.bench.decode import free
 from kvthaw.engine.hf import PreTrainedModel, attach
-from kvthaw.evaluate.machine import now
+from kvthaw.evaluate.machine import now, where
 from kvthaw.kernels import dense
 from kvthaw.kernels import encode as encoding
 from kvthaw.kernels.merge import PARTS, merge_parts

@@ -23,8 +23,8 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from kvthaw import Batch, Request, Scheduler
-from kvthaw.bench.card import where
 from kvthaw.engine.warm import frozen, warm
+from kvthaw.evaluate.machine import where
 from kvthaw.serve.protocol import listen
 from kvthaw.serve.server import Server
 from kvthaw.serve.service import Service

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from kvthaw.bench.card import where
 from kvthaw.bench.decode import free
 from kvthaw.errors import ConfigError
+from kvthaw.evaluate.machine import where
 from lab.bench.shapes import build
 from lab.fill import prompts_drawn
 from lab.placement import SIZES, WARM, decode

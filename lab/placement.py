@@ -30,9 +30,10 @@ import torch
 from transformers import PreTrainedModel
 
 from kvthaw import Batch
-from kvthaw.bench.card import noted, where
 from kvthaw.cache.choice import UvaGather
 from kvthaw.cache.index_api import Method
+from kvthaw.evaluate.machine import where
+from kvthaw.evaluate.results import noted
 from kvthaw.formatting import read_bytes
 from kvthaw.methods import resolve
 from lab.bench.shapes import build

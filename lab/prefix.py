@@ -30,9 +30,9 @@ import torch
 from transformers import PreTrainedModel
 
 from kvthaw import Batch, PrefixCache, Request
-from kvthaw.bench.card import where
 from kvthaw.engine.hf.model import load
 from kvthaw.engine.library import Library
+from kvthaw.evaluate.machine import where
 from kvthaw.formatting import read_bytes
 from lab.bench.shapes import build
 from lab.script import Report, options

@@ -25,13 +25,13 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from kvthaw.bench.card import noted
 from kvthaw.bench.decode import free
 from kvthaw.bench.settings import STEPS
 from kvthaw.bench.steps import WARM, attention, most_warm, replayed, take
 from kvthaw.engine.hf import Cache
 from kvthaw.engine.hf.model import plain_weights
 from kvthaw.errors import one_of
+from kvthaw.evaluate.results import noted
 from lab.bench.check import LENGTH, Checks
 from lab.bench.shapes import build, random_tokens
 from lab.fill import drawn, fill

@@ -30,8 +30,8 @@ import torch
 from transformers import PreTrainedModel
 
 from kvthaw import Cache
-from kvthaw.bench.card import where
 from kvthaw.cache.page_locked import PageLocked
+from kvthaw.evaluate.machine import where
 from kvthaw.formatting import read_bytes
 from lab.bench.shapes import build
 from lab.fill import drawn, fill

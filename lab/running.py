@@ -19,8 +19,8 @@ import torch
 from transformers import PreTrainedModel
 
 from kvthaw import Batch
-from kvthaw.bench.card import where
 from kvthaw.engine.warm import warm
+from kvthaw.evaluate.machine import where
 from kvthaw.method_names import AUTO
 from kvthaw.methods import resolve
 from lab.bench.serving import Serving, measure

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from kvthaw.bench.card import noted
 from kvthaw.errors import CacheError, KvthawError
-from kvthaw.evaluate.results import Record
+from kvthaw.evaluate.results import Record, noted
 from kvthaw.kernels import HAS_TRITON
 from lab.bench.card import provenance
 from lab.bench.settings import ShapeSetting

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 
-from kvthaw.bench.card import noted, where
 from kvthaw.bench.decode import free
 from kvthaw.bench.settings import possible
 from kvthaw.bench.steps import WARM, take
@@ -33,8 +32,8 @@ from kvthaw.cache.passes import updaters
 from kvthaw.cache.streams import SegmentedGraph
 from kvthaw.engine.hf import Cache, DynamicCache, Handle, PreTrainedModel, attach
 from kvthaw.errors import ConfigError, KvthawError
-from kvthaw.evaluate.machine import now
-from kvthaw.evaluate.results import ResultsFile
+from kvthaw.evaluate.machine import now, where
+from kvthaw.evaluate.results import ResultsFile, noted
 from kvthaw.native import Forest
 from lab.ablations import registered
 from lab.bench.prefill import PrefillSetting, build_alone

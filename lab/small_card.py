@@ -35,11 +35,11 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from kvthaw import Cache, HostMemoryError
-from kvthaw.bench.card import noted, where
 from kvthaw.engine.decode import decode, forward
 from kvthaw.engine.prefill import prefill
 from kvthaw.errors import one_of
-from kvthaw.evaluate.machine import now
+from kvthaw.evaluate.machine import now, where
+from kvthaw.evaluate.results import noted
 from kvthaw.formatting import read_bytes
 from lab.bench.shapes import build
 from lab.fill import drawn, fill

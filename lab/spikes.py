@@ -22,8 +22,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvthaw import Cache
-from kvthaw.bench.card import noted, where
 from kvthaw.bench.steps import most_warm, prefill, take
+from kvthaw.evaluate.machine import where
+from kvthaw.evaluate.results import noted
 from kvthaw.kernels import HAS_TRITON
 from lab.bench.shapes import build, random_ids, random_tokens
 from lab.fill import drawn, fill

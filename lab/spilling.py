@@ -25,7 +25,8 @@ import torch
 from transformers import PreTrainedModel
 
 from kvthaw import Batch
-from kvthaw.bench.card import noted, where
+from kvthaw.evaluate.machine import where
+from kvthaw.evaluate.results import noted
 from lab.bench.shapes import build
 from lab.placement import SIZES, WARM
 from lab.script import Report, options

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kvthaw.bench.card import noted, where
 from kvthaw.cache.ranks import Ranks
 from kvthaw.engine.hf.tensor_parallel import AllReduce
-from kvthaw.evaluate.results import ResultsFile
+from kvthaw.evaluate.machine import where
+from kvthaw.evaluate.results import ResultsFile, noted
 from lab.bench.settings import ShapeSetting, grid
 from lab.filled import FilledBench
 from lab.script import Report, options, printing, run_as_script

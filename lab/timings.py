@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from kvthaw.bench.card import noted, where
 from kvthaw.bench.decode import free
 from kvthaw.bench.shapes import config
 from kvthaw.engine.hf import PreTrainedModel
-from kvthaw.evaluate.results import Record, ResultsFile
+from kvthaw.evaluate.machine import where
+from kvthaw.evaluate.results import Record, ResultsFile, noted
 from lab import kernels_batches, kernels_pariskv, kernels_rounds, rivals, room
 from lab.bench import prefill
 from lab.bench.card import provenance

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from kvthaw import Batch, Request, Scheduler
-from kvthaw.bench.card import where
 from kvthaw.engine.warm import frozen, warm
+from kvthaw.evaluate.machine import where
 from lab.arrivals import Arrival, Served, arrivals, random_prompt, rank, told
 from lab.bench.shapes import build
 from lab.joining import check, sizes_of

@@ -77,7 +77,7 @@ def search(layer: int, queries: Tensor, keys: Tensor, rows: int, options: dict[s
     asked = queries.float().view(heads, group, -1, dim).flatten(1, 2)
     for query in asked.unbind(1):
         begin = time.thread_time()
-        chosen, _ = index.select_host(query[None].contiguous(), rows)
+        chosen = index.select(query[None], rows).rows
         means["search_ms"] += 1e3 * (time.thread_time() - begin)
         scores = (held @ query[..., None])[..., 0]
         places = torch.where(

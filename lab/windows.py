@@ -21,13 +21,12 @@ from typing import Any
 import torch
 from transformers import AttentionMaskInterface, PreTrainedModel
 
-from kvthaw.bench.card import where
 from kvthaw.bench.decode import free
 from kvthaw.engine.hf import attach
 from kvthaw.engine.hf.layer import NAME
 from kvthaw.engine.hf.masks import padding_mask
 from kvthaw.engine.hf.model import build, make_config
-from kvthaw.evaluate.machine import now
+from kvthaw.evaluate.machine import now, where
 from lab.bench.shapes import random_ids
 from lab.script import Report, options, run_as_script
 

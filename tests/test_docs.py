@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
 import re
 import runpy
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 
 import lab.cli
 from kvthaw import cli
+from kvthaw.cli.serve import serve
 from kvthaw.evaluate.variant import read_variant
 from kvthaw.methods import METHODS, resolve
 from lab.__main__ import app as laboratory
@@ -25,7 +27,7 @@ from lab.ablations import registered
 from lab.cells import read_cells, write_cells
 from lab.evaluate.published import BENCHMARKS
 from lab.evaluate.tasks import SUITES, TASKS
-from lab.methods_table import markdown
+from lab.methods_table import BEGIN, PAGE, markdown
 from lab.script import END, put
 from zoo import build, prompt
 
@@ -52,7 +54,8 @@ PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *sorted(str(p.relative_
 
 
 def test_the_table_of_methods_is_the_generated_one() -> None:
-    assert markdown() in (ROOT / "docs" / "methods.md").read_text()
+    found = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
+    assert found.strip() == markdown(), "python -m lab.methods_table has not been run"
 
 
 def test_every_task_stands_in_the_docs() -> None:
@@ -131,7 +134,9 @@ def test_tables_of_the_comparison_come_from_its_cells() -> None:
     cells = read_cells(ROOT / "lab" / "results" / "compare.jsonl")
     for page, text in compared["PAGES"].items():
         found = (ROOT / page).read_text().partition(compared["BEGIN"])[2].partition(END)[0]
-        assert found.strip() == text(cells, read_cells(compared["SEEDS"])), f"lab/compared.py has not been run for {page}"
+        assert found.strip() == text(cells, read_cells(compared["SEEDS"])), (
+            f"python -m lab.compared has not been run for {page}"
+        )
 
 
 def test_of_cells_that_are_published_again_the_last_counts(tmp_path: Path) -> None:
@@ -180,6 +185,13 @@ def test_every_command_that_is_shown_can_be_given(monkeypatch: pytest.MonkeyPatc
         program, words = (cli.app, asked[1:]) if asked[0] == "kvthaw" else (laboratory, asked[3:])
         said = CliRunner().invoke(program, words)  # options are looked up before help is shown
         assert said.exit_code == 0, f"{line}: {said.output}"
+
+
+def test_every_option_of_the_server_is_in_its_page() -> None:
+    text = (ROOT / "docs" / "serving.md").read_text()
+    options = [f"--{name.replace('_', '-')}" for name in inspect.signature(serve).parameters if name != "served"]
+    assert len(options) > 20
+    assert [option for option in options if f"`{option}" not in text] == []
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,12 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from kvthaw.bench import card
+from kvthaw.evaluate import machine
 
 
 def provenance(commit: str | None = None) -> dict[str, Any]:
     """Return GPU or CPU, versions and commit; commit None asks git, which may not know."""
-    return card.provenance() | {"commit": commit or _git_commit()}
+    return machine.provenance() | {"commit": commit or _git_commit()}
 
 
 def _git_commit() -> str | None:

@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvthaw.bench.card import where
 from kvthaw.bench.decode import Watch, free
 from kvthaw.bench.steps import attention
 from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.passes import updaters
 from kvthaw.engine.hf import PreTrainedModel, attach
 from kvthaw.errors import CacheError, at_least
-from kvthaw.evaluate.machine import now
+from kvthaw.evaluate.machine import now, where
 from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.kernels.dense import BLOCK
 from kvthaw.methods import resolve

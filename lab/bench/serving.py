@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvthaw.bench.card import where
 from kvthaw.bench.decode import Watch
 from kvthaw.engine.batch import Batch
 from kvthaw.engine.hf import PreTrainedModel
 from kvthaw.engine.request import Request
 from kvthaw.engine.warm import warm
 from kvthaw.errors import CacheError, ConfigError, at_least
+from kvthaw.evaluate.machine import where
 from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.method_names import AUTO
 from kvthaw.methods import resolve

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from kvthaw import Batch, Sampling, Scheduler
-from kvthaw.bench.card import where
 from kvthaw.cache.host_memory import available_host_memory
 from kvthaw.config import CacheConfig
 from kvthaw.engine.hf.attention import choose_flash_attention_4
 from kvthaw.engine.hf.cache import sequence_bytes
 from kvthaw.engine.hf.layer import FLASH_ATTENTION_4
 from kvthaw.engine.warm import frozen, warm
+from kvthaw.evaluate.machine import where
 from kvthaw.method_names import AUTO
 from kvthaw.methods import resolve
 from lab.arrivals import Arrival, random_prompt

@@ -85,7 +85,7 @@ def decode(
     batches, ways = listed(batch, int, "--batch"), listed(steps, str, "--steps")
     limit: dict[str, Any] = {"budget": one_budget(budget), "retrieved": retrieved, "dense_layers": dense_of(dense_layers)}
     from kvthaw.bench import tables
-    from kvthaw.bench.card import where
+    from kvthaw.evaluate.machine import where
     from kvthaw.evaluate.results import ResultsFile
     from lab.bench.settings import grid
     from lab.bench.shaped import ShapeBench

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as attend
 
-from kvthaw.bench.card import where
 from kvthaw.engine.hf import Cache
 from kvthaw.engine.hf.chunks import CHUNK
 from kvthaw.engine.prefill import prefill
-from kvthaw.evaluate.machine import now
+from kvthaw.evaluate.machine import now, where
 from kvthaw.kernels import collide, encode, rerank
 from kvthaw.kernels.bucket_topk import bucket_topk
 from kvthaw.kernels.srht import make_rotation

@@ -10,12 +10,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvthaw.bench.card import where
 from kvthaw.engine.chat_template import Chat
 from kvthaw.engine.hf import PreTrainedModel
 from kvthaw.errors import ConfigError, HostMemoryError
 from kvthaw.evaluate.evaluator import Progress
-from kvthaw.evaluate.machine import identity
+from kvthaw.evaluate.machine import identity, where
 from kvthaw.evaluate.results import ResultsFile
 from kvthaw.evaluate.variant import FULL, Variant, read_variant
 from lab.bench.shaped import ShapeBench

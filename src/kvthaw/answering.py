@@ -82,7 +82,7 @@ class Answer:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time of a token after the first; None without any."""
+        """Mean seconds of a token after the first; None without any."""
         return (self.times[-1] - self.times[0]) / (len(self.times) - 1) if len(self.times) > 1 else None
 
 
@@ -114,7 +114,7 @@ class Prompts:
     chunk: int | None = None
 
     def read(self, progress: Progress) -> Tensor:
-        """Prefill and index what all begin with. Returns the logits after it."""
+        """Prefill and index the common prefix. Returns the logits after it, empty if each prompt is prefilled whole."""
         if self.cache.prefills_whole or not self.shared:
             return torch.empty(0)
         return self._read(self.cache, self.shared, self.taken, progress)

@@ -38,7 +38,7 @@ class Crossing:
     device: torch.device = field(default_factory=_cpu)
 
     def on(self, token_bytes: int, device: torch.device) -> Crossing:
-        """Return the same for another model: full attention takes as long as its KV takes to read."""
+        """Return the crossing of another model: its tokens are fewer in proportion to its bytes of KV per token."""
         share = self.token_bytes / token_bytes if self.token_bytes else 1.0
         tokens = tuple((seqs, round(each * share)) for seqs, each in self.tokens)
         return replace(self, tokens=tokens, token_bytes=token_bytes, device=device)

@@ -43,7 +43,7 @@ class HostMemoryError(KvthawError, MemoryError):
 
 
 class QueueFullError(KvthawError, RuntimeError):
-    """As many requests wait as may; submit this one later."""
+    """The queue of waiting requests is full; submit the request again later."""
 
 
 class ContractError(KvthawError, AssertionError):
@@ -70,7 +70,7 @@ def within(least: float, most: float, **values: float | None) -> None:
 
 
 def proportion(most: float = 1, /, **values: float) -> None:
-    """Raise ConfigError for the first field whose value is not above 0 and at most `most`."""
+    """Raise ConfigError for the first field whose value is at most 0 or above `most`."""
     for field, value in values.items():
         if not 0 < value <= most:
             raise ConfigError(f"{field} is {value}; it must be above 0 and at most {most}")
@@ -96,6 +96,6 @@ def unknown(field: str, value: str, known: Iterable[str]) -> ConfigError:
 
 
 def hint(value: str, known: Iterable[str], then: str = "") -> str:
-    """Return a question whether the closest known name is meant, if there is one, and what follows it."""
+    """Return `then`, after "did you mean NAME?" if a known name is close to the value."""
     near = difflib.get_close_matches(value, list(known), n=1)
     return f"did you mean {near[0]!r}? {then[:1].upper()}{then[1:]}".rstrip() if near else then

@@ -57,7 +57,7 @@ class Regions:
         return max(self.sink, length - self.window)
 
     def held_of(self, past: int, length: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return which of the positions past .. length sink and ring hold after a prefill, as (begin, end) each; some are empty."""
+        """Return what sink and ring take from a prefill of positions past .. length, as (begin, end) each; either may be empty."""
         return (past, max(past, min(self.sink, length))), (max(past, self.first_indexed(length)), length)
 
     def full(self, start: int, length: int) -> bool:

@@ -11,36 +11,37 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvthaw.cache.device_memory import _CHUNK, BlockArena, DeviceMemory
+from kvthaw.cache.device_memory import _CHUNK, DeviceBlocks, DeviceMemory
 from kvthaw.cache.streams import Streams
 
 
 def test_blocks_that_are_freed_together_wait_for_the_same_events(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request of 16k tokens in 30 layers leaves 500 of them; events for each took longer than half a decode step."""
-    arena, recorded = BlockArena(DeviceMemory(), (2, 4), torch.float32, torch.device("cpu")), []
-    monkeypatch.setattr(arena, "readers", lambda: recorded.append(len(arena._ready)) or [])
-    blocks = [arena.take() for _ in range(10)]
-    left = arena._ready[0][0].data_ptr()
-    arena.note_freed()
+    blocks_of, recorded = DeviceBlocks(DeviceMemory(1 << 30, [0]), 0, (2, 4), torch.float32, torch.device("cpu")), []
+    monkeypatch.setattr(blocks_of, "readers", lambda: recorded.append(len(blocks_of._ready)) or [])
+    blocks = [blocks_of.take() for _ in range(10)]
+    left = blocks_of._ready[0][0].data_ptr()
+    blocks_of.note_freed()
     assert recorded == []
     del blocks[:9]
-    arena.note_freed()
+    blocks_of.note_freed()
     assert recorded == [2 * _CHUNK - 10]  # before any of the nine could be given out
-    assert len(arena._ready) == 2 * _CHUNK - 1
-    assert arena.take().data_ptr() != blocks[0].data_ptr() != left
+    assert len(blocks_of._ready) == 2 * _CHUNK - 1
+    assert blocks_of.take().data_ptr() != blocks[0].data_ptr() != left
 
 
 @pytest.mark.gpu
 def test_a_stream_waits_for_work_on_memory_that_blocks_come_to() -> None:
     """Memory that the model's stream has freed and not yet written to for the last time."""
-    arena, stream = BlockArena(DeviceMemory(), (1 << 20,), torch.float32, torch.device("cuda")), torch.cuda.Stream()
+    device, stream = torch.device("cuda"), torch.cuda.Stream()
+    blocks_of = DeviceBlocks(DeviceMemory(1 << 40, [0]), 0, (1 << 20,), torch.float32, device)
     freed = torch.zeros((_CHUNK, 1 << 20), device="cuda")
     begin = freed.data_ptr()
     torch.cuda._sleep(100_000_000)
     freed.fill_(1)
     del freed
     with torch.cuda.stream(stream):
-        block = arena.take()
+        block = blocks_of.take()
         assert block.data_ptr() == begin
         block.fill_(2)
     torch.cuda.synchronize()
@@ -84,9 +85,9 @@ def test_what_lasts_takes_memory_that_torch_keeps_of_activations(small_gpu: int)
 @pytest.mark.gpu
 def test_the_blocks_of_layers_return_to_the_device_layer_by_layer(small_gpu: int) -> None:
     """While the method takes over, a layer's index needs the memory that full attention's blocks of others had."""
-    device, memory, size = torch.device("cuda"), DeviceMemory("auto", range(4)), (1 << 20,)
-    arenas = [memory.arena(layer, size, torch.float32, device) for layer in range(4)]
-    blocks = [[arena.take() for arena in arenas] for _ in range(9 * _CHUNK)]  # a token's of all layers after each other
+    device, memory, size = torch.device("cuda"), DeviceMemory(1 << 40, range(4)), (1 << 20,)
+    layers = [DeviceBlocks(memory, layer, size, torch.float32, device) for layer in range(4)]
+    blocks = [[blocks_of.take() for blocks_of in layers] for _ in range(9 * _CHUNK)]  # a token's of all layers after each other
     memory.leave_pool()
     for layer in range(4):
         for block in blocks:

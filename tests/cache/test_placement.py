@@ -18,7 +18,7 @@ import kvthaw
 from kvthaw.cache import host_memory
 from kvthaw.cache import placement as module
 from kvthaw.cache.choice import UvaGather
-from kvthaw.cache.device_memory import BlockArena, DeviceMemory
+from kvthaw.cache.device_memory import DeviceBlocks, DeviceMemory
 from kvthaw.cache.host_memory import Block
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams
@@ -333,10 +333,12 @@ def test_where_the_host_has_no_memory_blocks_stay_and_all_go_on(monkeypatch: pyt
 
 
 def test_where_the_device_has_no_memory_blocks_go_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(arena: BlockArena) -> torch.Tensor:
-        raise torch.OutOfMemoryError("out of memory")
+    def none(memory: DeviceMemory, device: torch.device, work: Any) -> Any:
+        made = work()
+        if isinstance(made, torch.Tensor):  # a chunk of blocks; a layer is allocated by a function that returns nothing
+            raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(BlockArena, "take", none)
+    monkeypatch.setattr(DeviceMemory, "allocate", none)
     cache = make(device_memory="1MiB")
     take(cache, Tokens().draw(1, 40))
     assert blocks(cache)[0] == 0
@@ -376,12 +378,12 @@ def test_a_copy_begun_before_a_block_was_written_to_takes_nobodys_place() -> Non
 
 def test_a_freed_block_is_used_again_at_its_address() -> None:
     memory = DeviceMemory(1 << 20, [0])
-    arena = memory.arena(0, (2, 3), torch.float32, torch.device("cpu"))
-    some = [arena.take() for _ in range(20)]
+    blocks_of = DeviceBlocks(memory, 0, (2, 3), torch.float32, torch.device("cpu"))
+    some = [blocks_of.take() for _ in range(20)]
     addresses = {block.data_ptr() for block in some}
     assert len(addresses) == 20
     del some
-    more = [arena.take() for _ in range(32)]
+    more = [blocks_of.take() for _ in range(32)]
     assert addresses <= {block.data_ptr() for block in more}
 
 

@@ -418,13 +418,13 @@ def test_crossings_between_and_beyond_known_numbers_of_sequences(seqs: int, tota
 
 def test_every_device_has_a_method() -> None:
     for best in auto.BEST.values():
-        method, crossing = auto.find(best.method, torch.device("cpu"))
+        (method,), crossing = auto.candidates(best.method, torch.device("cpu"))
         assert method.name == best.method.partition(":")[0]
         assert crossing is None
         assert best.crossing.total(1) > 0
-    assert auto.find("auto", torch.device("cpu"))[1] is not None
+    assert auto.candidates("auto", torch.device("cpu"))[1] is not None
     with pytest.raises(ConfigError, match="option 'reuse'"):
-        auto.find("auto", torch.device("cpu"), reuse=2)
+        auto.candidates("auto", torch.device("cpu"), reuse=2)
     with pytest.raises(ConfigError, match=r"no option 'sink'; it has none of its own$"):
         auto.check_settings("auto:sink=4", CacheConfig())
 

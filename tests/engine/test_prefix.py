@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 import owners
 from kvthaw import Batch, Cache, CacheError, PrefixCache, Request, Scheduler, attach
+from kvthaw.cache.state import LayerState
 from kvthaw.engine.library import Library
 from kvthaw.index.forest import TreeIndex
 from zoo import KINDS, build, build_exact, prompt
@@ -300,9 +301,9 @@ def test_under_another_adapter_a_prompt_has_its_own_rows_and_its_name(model: Pre
     adapter[0] = "another"
     tokens_of(batch, ids, name="book")
     entry = prefix.entry("book")
-    rows = {number: (shape, prefix._kept.layers[number]) for number, shape, _ in prefix.rows(entry)}
     path, _ = prefix._tree.match(entry.ids, entry.salt)
-    held = {number: (shape, [blocks[node] for node in path]) for number, (shape, blocks) in rows.items()}
+    blocks = {number: [held[node] for node in path] for number, held in prefix._kept.layers.items()}
+    held = {number: (shape, LayerState(blocks[number])) for number, shape, *_ in prefix.content(kv, entry)}
     prefix.restore(kv, "again", prompt(1, 300, seed=2)[0], held)
     for seed in (0, 2):
         known = [prefix.known(kv, prompt(1, 300, seed=seed)[0])]

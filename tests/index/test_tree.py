@@ -85,7 +85,8 @@ def same_tree(mine: DciTree, theirs: DciTree) -> None:
 
 
 def selected(index: TreeIndex, query: Tensor, budget: int, seq: int = 0) -> list[list[int]]:
-    rows, counts = index.select_host(query, budget)
+    found = index.select(query, budget)
+    rows, counts = found.rows, found.counts
     for row, count in zip(rows.flatten(0, 1), counts.flatten(), strict=True):
         assert (row[:count] >= 0).all()
         assert (row[count:] == -1).all()
@@ -133,7 +134,7 @@ def test_the_union_of_what_each_head_finds_is_not_cut(config: TreeConfig) -> Non
             own = [set(tree.select(query[0, 4 * head + g : 4 * head + g + 1], max(1, budget // 4))) for g in range(4)]
             assert got[head] == sorted(set.union(*own))[:budget]
     assert selected(index, query, 40, seq=1) == [list(range(30))] * 2
-    assert index.select_host(query, 0)[1].tolist() == [[0, 0], [0, 0]]
+    assert index.select(query, 0).counts.tolist() == [[0, 0], [0, 0]]
 
 
 BUILT: dict[int, DciTree] = {}
@@ -416,7 +417,7 @@ def test_prioritized_dci_spares_true_products() -> None:
         index = make_index([keys[None]], 1, dataclasses.replace(PAPER, promote=0.01, query_beam=300, **options))  # type: ignore[arg-type]
         index.build(0, 0, keys[None])
         for query in queries:
-            index.select_host(query[None, None], 36)
+            index.select(query[None, None], 36)
         return index.forest.products()
 
     every = len(queries) * len(keys)
@@ -524,7 +525,7 @@ def test_a_bad_key_is_named_and_changes_nothing(bad: float) -> None:
     query = random_keys(1, 2, 64)
     query[0, 1, 0] = bad
     with pytest.raises(ValueError, match="KV head 1: a query is not finite"):
-        index.select_host(query, 8)
+        index.select(query, 8)
 
 
 def test_misuse_is_refused() -> None:
@@ -538,9 +539,9 @@ def test_misuse_is_refused() -> None:
     with pytest.raises(CacheError, match="twice"):
         index.append([0, 0], keys[None])
     with pytest.raises(ConfigError, match="budget is -1"):
-        index.select_host(keys[:, :1], -1)
+        index.select(keys[:, :1], -1)
     with pytest.raises(ValueError, match="query is"):
-        index.select_host(keys[:, :2], 8)
+        index.select(keys[:, :2], 8)
     with pytest.raises(ValueError, match="isa is 'mmx'"):
         make_index([keys], 1, TreeConfig(), isa="mmx")  # type: ignore[arg-type]
 

@@ -10,6 +10,7 @@ import torch
 from seqs import FIRST, Seqs
 from torch import Tensor
 
+from kvthaw.cache.index_api import IndexContext
 from kvthaw.index.bounds import BoundIndex
 from kvthaw.index.clusters import ClusterIndex
 from kvthaw.index.hybrid import HybridIndex
@@ -120,10 +121,34 @@ def test_an_append_is_undone_exactly_after_a_reorder_too() -> None:
         assert torch.equal(index.digests[seq, :, : host.units], other.digests[seq, :, : host.units])
 
 
-def test_digests_of_another_kind_must_be_written_by_appends_too() -> None:
-    """digest() alone makes few of them: a kernel would write means for the others."""
-    with pytest.raises(TypeError, match=r"Norms overrides digest\(\); it must override extend"):
+class Longest(UnitIndex):
+    """Pages whose digest is the key of the largest norm."""
 
-        class Norms(UnitIndex):
-            def digest(self, keys: torch.Tensor) -> torch.Tensor:
-                return torch.linalg.vector_norm(keys, dim=-1, keepdim=True)
+    def __init__(self, context: IndexContext) -> None:
+        super().__init__(context, size=8, batch=8, width=context.head_dim, policy="max")
+
+    def digest(self, keys: Tensor) -> Tensor:
+        pages = torch.nn.functional.pad(keys, (0, 0, 0, -keys.shape[1] % self.size)).unflatten(1, (-1, self.size))
+        longest = torch.linalg.vector_norm(pages, dim=3).argmax(dim=2)[:, :, None, None]
+        return pages.take_along_dim(longest, dim=2)[:, :, 0]
+
+
+@pytest.mark.parametrize("sizes", [(3, 20, 5, 60), (8, 8, 1, 1)])
+def test_digests_of_another_kind_are_written_by_short_and_long_appends(sizes: tuple[int, ...]) -> None:
+    """Of sequences whose last pages are full to different degrees, and after the last append is undone and made again."""
+    seqs = Seqs(Longest, [70, 64, 5])
+    index = seqs.index
+    assert isinstance(index, Longest)
+    for n in sizes:
+        keys = torch.stack([own[:, at : at + n] for own, at in zip(seqs.keys, seqs.length, strict=True)])
+        for _ in range(2):
+            index.append(range(3), keys, keys, None)
+            index.join()
+            for seq, (own, length) in enumerate(zip(seqs.keys, seqs.length, strict=True)):
+                wanted = [
+                    part[:, part.norm(dim=2).argmax(dim=1)].diagonal().T for part in own[:, FIRST : length + n].split(8, dim=1)
+                ]
+                assert torch.equal(index.digests[seq, :, : len(wanted)], torch.stack(wanted, dim=1))
+                index.undo(seq, length)
+        index.append(range(3), keys, keys, None)
+        seqs.length = [length + n for length in seqs.length]

@@ -55,8 +55,11 @@ def nodes(dtype: torch.dtype, dim: int) -> None:
 
 def units(dtype: torch.dtype, dim: int) -> None:
     from kvthaw.kernels import kmeans, observe, page_bounds, unit_select
+    from kvthaw_baselines.kernels import static_first
 
     keys = empty(HEADS, 700, dim, dtype=dtype)
+    span, where = (700, 44, ((0, 0),)), empty(1, 4)
+    static_first.launch(empty(1, HEADS, 50), empty(1, HEADS, 700), empty(1, HEADS, 71), [span], where, size=16, first=4)
     kmeans.whole(kmeans.launch_in_pieces(keys, empty(HEADS, 30, dtype=torch.int64), distance="cosine", iterations=2))
     page_bounds.launch(keys, 16, spread="mean")
     observe.launch(empty(HEADS, 32, dim, dtype=dtype), keys, empty(HEADS, 32, dtype=torch.float32), scale=0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -13,7 +14,9 @@ from typing import Any
 import pytest
 from compiling import CASES, SHARED
 
+from kvthaw import kernels
 from kvthaw.kernels import HAS_TRITON
+from kvthaw_baselines import kernels as baselines
 
 pytestmark = pytest.mark.slow
 
@@ -49,6 +52,20 @@ def test_kernels_compile_for_a_gpu(case: str, said: dict[str, list[dict[str, Any
     (line,) = (line for line in said["cuda:90"] if line["case"] == case)
     assert "error" not in line, line["error"]
     assert line["compiled"]
+
+
+@for_nvidia
+def test_every_kernel_is_in_a_case(said: dict[str, list[dict[str, Any]]]) -> None:
+    launched = {
+        node.func.value.id
+        for package in (kernels, baselines)
+        for path in Path(package.__path__[0]).glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) and isinstance(node.func.value, ast.Name)
+        if node.func.value.id.startswith("_")
+    }
+    assert len(launched) > 30
+    assert launched - {name for line in said["cuda:90"] for name in line["compiled"]} == set()
 
 
 @pytest.mark.parametrize("target", ["hip:gfx942", "cuda:75"])

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from kvthaw.bench.card import noted, provenance, where
 from kvthaw.bench.settings import HF, DecodeSetting, groups, possible
 from kvthaw.bench.steps import Steps, attention, hf_cache, prefill, replayed, take
 from kvthaw.cache.device_layers import DenseLayer
 from kvthaw.engine.hf import Cache, DynamicCache, PreTrainedModel
 from kvthaw.engine.hf.model import kv_bytes
 from kvthaw.errors import CacheError, ConfigError
-from kvthaw.evaluate.results import Record, ResultsFile
+from kvthaw.evaluate.machine import provenance, where
+from kvthaw.evaluate.results import Record, ResultsFile, noted
 from kvthaw.index.nodes import NodeIndex
 
 Watch = Callable[[str, int, int], None]

@@ -39,7 +39,7 @@ class Gpu:
 
 
 def _by_maker(name: str, mib: int, bandwidth: float, *, pcie: int) -> Gpu:
-    """Return a GPU that was not measured: steps read at 85 % of its bandwidth, as on an H100."""
+    """Return a GPU by its maker's figures. Steps read at 85 % of its bandwidth, as the H100's do."""
     return Gpu(name, mib << 20, 0.85 * bandwidth, {4: 23e9, 5: 47e9}[pcie], 90)
 
 

@@ -46,6 +46,9 @@ class FullLayer(OffloadedLayer):
         self.storage.tabled = True
         return FullAttention(self.storage, self.sequences)
 
+    def balance(self, needed: int) -> None:
+        super().balance(0)  # no block leaves the device, where attention reads them all
+
     def _attend(self, step: Step | None, t: int, query: Tensor, newest: Newest, attention: AttentionParams) -> Tensor:
         return self.sparse.attend(step, t, query, newest, attention)[0]  # no observer: nothing is selected
 
@@ -240,7 +243,7 @@ class Chooser:
     def _spills(self) -> bool:
         """Return whether blocks of full attention lie on the host because the device is full."""
         layers = (layer for layer in self.offloaded if layer.attends_to_all)
-        return any(one.store.table.some_on_host and one.storage.room < one.store.allocator.size for one in layers)
+        return any(one.store.table.some_on_host and not one.store.allocator.room for one in layers)
 
     def _spilled(self) -> str | None:
         """Return a reason if blocks of full attention lie on the host for lack of device memory, else None."""
@@ -268,7 +271,7 @@ class Chooser:
         return len(self.by_method) + len(self.dense)
 
     def block_room(self) -> int | None:
-        """Return how many tokens of all sequences, in whole blocks, full attention holds in blocks on the device.
+        """Return the most tokens of all sequences, each rounded up to whole blocks, that full attention can hold on the device.
 
         Returns None if full attention is not in force, or has a tensor with room for every sequence's capacity.
         """
@@ -291,7 +294,7 @@ class Chooser:
         sequences, settings = self.sequences, self.settings
         if not sequences.room or settings.kv_dtype is not None:
             return True
-        most = min(sequences.room, self.crossing.total(1)) + 2 * settings.block_size  # one begun, and one ahead
+        most = min(sequences.room, self.crossing.total(1)) + settings.block_size  # one begun
         return self._block_room() < most
 
     def _use_blocks(self) -> None:

@@ -1,4 +1,4 @@
-"""Device memory for blocks of KV: each layer's share of it, and arenas that allocate the blocks."""
+"""Device memory for blocks of KV: each layer's share of it, and the blocks in it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import math
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -19,7 +19,7 @@ from kvthaw.cache.ranks import ALONE, Ranks
 from kvthaw.errors import first_line
 
 _log = logging.getLogger(__name__)
-_CHUNK = 6  # blocks that an arena allocates at once: torch gives a tensor above 10 MiB memory of its own, and blocks have 2 MiB
+_CHUNK = 6  # blocks that are allocated at once: torch gives a tensor above 10 MiB memory of its own, and blocks have 2 MiB
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ def uncollected() -> Iterator[None]:
 class DeviceMemory:
     """Device memory of one cache: at most `limit` bytes, shared evenly by the layers that offload.
 
-    On a CPU, a block "on the device" is an unpinned tensor. Arenas allocate several blocks at once; the limit counts them
+    On a CPU, a block "on the device" is an unpinned tensor. Several blocks are allocated at once; the limit counts them
     when they are used.
 
     limit: None or 0 places no block on the device. "auto": the bytes free when the first layer is allocated, less a margin
@@ -70,6 +70,7 @@ class DeviceMemory:
     fixed: by layer, bytes that always lie on the device and count against the limit: sink, ring, pool and index, or all KV
         of a dense layer.
     streams: streams that may read blocks, in addition to the current one.
+    blocks: of each layer.
     """
 
     def __init__(self, limit: int | str | None = None, offloaded: Collection[int] = (), ranks: Ranks = ALONE) -> None:
@@ -77,7 +78,7 @@ class DeviceMemory:
         self.fixed: dict[int, int] = {}
         self.streams: list[torch.cuda.Stream] = []
         self.bytes, self.spills = limit if isinstance(limit, int) else 0, False
-        self._arenas: dict[tuple[object, ...], BlockArena] = {}
+        self.blocks: list[DeviceBlocks] = []
         self._pool: _Pool | None = None
         self._nested = False  # within allocate()
 
@@ -119,8 +120,8 @@ class DeviceMemory:
         """Return memory to the device: of chunks without a block in use, and what torch caches. Waits for the device."""
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        for arena in self._arenas.values():
-            arena.trim()
+        for blocks in self.blocks:
+            blocks.trim()
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -152,22 +153,15 @@ class DeviceMemory:
             dense = sum(held for number, held in self.fixed.items() if number not in self.offloaded)
         return (self.bytes - dense) // len(self.offloaded) - self.fixed.get(layer, 0)
 
-    def arena(self, layer: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> BlockArena:
-        """Return the arena for a layer's blocks of one shape. Layers share no chunk, so each can return its memory alone."""
-        key = layer, tuple(shape), dtype, device
-        if key not in self._arenas:
-            self._arenas[key] = BlockArena(self, shape, dtype, device)
-        return self._arenas[key]
-
     def copy_from(self, other: DeviceMemory) -> None:
         """Limit blocks as in another cache of equal settings."""
         self.offloaded, self.fixed = other.offloaded, dict(other.fixed)
         self.bytes, self.spills = other.bytes, other.spills
 
     def reset(self) -> None:
-        """Free the arenas and the pool, forget `fixed`, and return to the configured limit."""
+        """Free the blocks and the pool, forget `fixed`, and return to the configured limit."""
         self.fixed.clear()
-        self._arenas.clear()
+        self.blocks.clear()
         self.leave_pool()
         self.bytes, self.spills = self.limit if isinstance(self.limit, int) else 0, False
 
@@ -197,26 +191,42 @@ class _Pool:
             _cuda_releasePool(*self._name)
 
 
-class BlockArena:
-    """Allocate blocks of one shape in chunks with fixed addresses. A freed block is reused after all work that may read it."""
+class DeviceBlocks:
+    """Allocate the blocks of one layer on the device, in chunks with fixed addresses.
 
-    def __init__(self, memory: DeviceMemory, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-        self.memory, self.shape, self.dtype, self.device = memory, tuple(shape), dtype, device
+    A freed block is reused after all work that may read it. Layers share no chunk, so each can return its memory alone.
+    """
+
+    def __init__(
+        self, memory: DeviceMemory, layer: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.memory, self.layer, self.device = memory, layer, device
+        self.shape, self.dtype, self.size = shape, dtype, math.prod(shape) * dtype.itemsize
+        self.used, self._short = 0, False
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None  # the model's
         self._freed: deque[tuple[Tensor, int]] = deque()  # a finalizer appends, on any thread
         self._ready: deque[tuple[Tensor, int, list[torch.cuda.Event]]] = deque()
         self._waited: tuple[torch.cuda.Stream, list[torch.cuda.Event]] | None = None  # the latest wait
+        memory.blocks.append(self)
 
-    def take(self) -> Tensor:
-        """Return an uninitialised block, to be written on the current stream. Raises torch.OutOfMemoryError."""
+    @property
+    def room(self) -> int:
+        """Bytes that are left for blocks. Negative if index or slab have outgrown their part."""
+        return self.memory.share(self.layer) - self.used
+
+    def take(self) -> Tensor | None:
+        """Return an uninitialised block, to be written on the current stream, or None if there is no room."""
+        if self.room < self.size:
+            return None
         self.note_freed()
-        if not self._ready:
-            with torch.cuda.stream(self._stream):  # which owns the memory, whichever stream writes to it first
-                chunk = self.memory.allocate(self.device, self._chunk)
-            for stream in self.memory.streams:
-                chunk.record_stream(stream)
-            before = [] if self._stream is None else [self._stream.record_event()]  # whose work may still use that memory
-            self._ready.extend((chunk, i, before) for i in range(_CHUNK))
+        try:
+            if not self._ready:
+                self._add_chunk()
+        except torch.OutOfMemoryError as error:
+            if not self._short:
+                self._short = True
+                _log.warning("device memory is short, blocks go to the host: %s", first_line(error))
+            return None
         chunk, i, events = self._ready.popleft()
         if events:  # which hundreds of blocks share
             stream, waited = torch.cuda.current_stream(self.device), self._waited
@@ -225,11 +235,23 @@ class BlockArena:
                     stream.wait_event(event)
                 self._waited = stream, events
         block = chunk[i]
-        weakref.finalize(block, self._freed.append, (chunk, i)).atexit = False
+        self.used += self.size
+        weakref.finalize(block, self._free, chunk, i).atexit = False
         return block
 
-    def _chunk(self) -> Tensor:
-        return torch.empty((_CHUNK, *self.shape), dtype=self.dtype, device=self.device)
+    def _free(self, chunk: Tensor, i: int) -> None:
+        self._freed.append((chunk, i))
+        self.used -= self.size
+
+    def _add_chunk(self) -> None:
+        with torch.cuda.stream(self._stream):  # which owns the memory, whichever stream writes to it first
+            chunk = self.memory.allocate(
+                self.device, lambda: torch.empty((_CHUNK, *self.shape), dtype=self.dtype, device=self.device)
+            )
+        for stream in self.memory.streams:
+            chunk.record_stream(stream)
+        before = [] if self._stream is None else [self._stream.record_event()]  # whose work may still use that memory
+        self._ready.extend((chunk, i, before) for i in range(_CHUNK))
 
     def trim(self) -> None:
         """Free the chunks without a block in use. All work that may read them must be done."""
@@ -248,38 +270,3 @@ class BlockArena:
         if self.device.type != "cuda":
             return []
         return [stream.record_event() for stream in (torch.cuda.current_stream(self.device), *self.memory.streams)]
-
-
-class DeviceBlocks:
-    """Allocate blocks of one layer on the device."""
-
-    def __init__(
-        self, memory: DeviceMemory, layer: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.memory, self.layer, self.device = memory, layer, device
-        self.shape, self.dtype, self.size = shape, dtype, math.prod(shape) * dtype.itemsize
-        self.used, self.arena = 0, memory.arena(layer, shape, dtype, device)
-        self._short = False
-
-    @property
-    def room(self) -> int:
-        """Bytes that are left for blocks. Negative if index or slab have outgrown their part."""
-        return self.memory.share(self.layer) - self.used
-
-    def take(self) -> Tensor | None:
-        """Return an uninitialised block, to be written on the current stream, or None if there is no room."""
-        if self.room < self.size:
-            return None
-        try:
-            block = self.arena.take()
-        except torch.OutOfMemoryError as error:
-            if not self._short:
-                self._short = True
-                _log.warning("device memory is short, blocks go to the host: %s", first_line(error))
-            return None
-        self.used += self.size
-        weakref.finalize(block, self._release).atexit = False
-        return block
-
-    def _release(self) -> None:
-        self.used -= self.size

@@ -45,7 +45,7 @@ class Forward:
         self.reads_masks = True
         layers = make_layers(settings, numbers, depth, windows, self.sequences, self.streams)
         self._capacity = -1  # for which the layers' fixed bytes are known
-        self._preallocated = 0  # decoded tokens at the last preallocation
+        self._looked = 0  # decoded tokens when it looked ahead last
         self._in_forward = self._prefilled = False  # _prefilled: a prompt was counted that may yet prove to have failed
         self._cleared = deque[tuple[LayerKV, int]]()  # what is to drop
         self._unstored: list[tuple[OffloadedLayer, PrefillKV]] = []  # of the prefill under way
@@ -328,12 +328,12 @@ class Forward:
         return [layer for layer in self.offloaded if layer.plan is not None]
 
     def after_step(self) -> None:
-        """Preallocate host memory for coming tokens, and continue work that is spread over steps."""
+        """Pin host memory for coming tokens, move blocks, and continue work that is spread over steps."""
         layers = self.allocated
         if not layers or (layers[0].store.pinned and torch.cuda.is_current_stream_capturing()):
             return  # where a step is captured nothing can be pinned; afterwards this is called again
-        passes.preallocate(layers, self.sequences, self._preallocated)
-        self._preallocated = self.sequences.decoded
+        passes.look_ahead(layers, self.sequences, self._looked)
+        self._looked = self.sequences.decoded
         self.streams.aux.advance()
 
     def finish_clear(self, most: int | None = None) -> None:

@@ -92,11 +92,10 @@ class HostStore:
     def nbytes(self, seq: int | None = None, *, on_device: bool = False) -> int:
         """Return the bytes of host or device memory that blocks hold. Shared blocks count once.
 
-        seq: only this sequence's blocks; None: all, including the blocks allocated ahead.
+        seq: only this sequence's blocks; None: all.
         """
         held = self.table.blocks if seq is None else [self.table.blocks[seq]]
-        unique = {block: block.data.nbytes for blocks in held for block in blocks if block.on_device == on_device}
-        return sum(unique.values()) + (self.allocator.nbytes(on_device=on_device) if seq is None else 0)
+        return sum({block: block.data.nbytes for blocks in held for block in blocks if block.on_device == on_device}.values())
 
     def append(self, seq: int, rows: Tensor, *, non_blocking: bool = False) -> None:
         """Append rows [H, n, 2, D] of any device to a sequence.
@@ -144,9 +143,9 @@ class HostStore:
         """Allocate the blocks for `length` tokens of a sequence. Shared blocks that will be written are copied."""
         blocks = self.table.blocks[seq]
         if (lacking := -(-length // self.block_size) - len(blocks)) > 0:
-            self.allocator.prepare(seq, lacking)
+            self.allocator.prepare(lacking)
         while len(blocks) * self.block_size < length:
-            blocks.append(self.allocator.allocate(seq).share())
+            blocks.append(self.allocator.new().share())
             self.table.changed(seq)
         for number in range(self._length[seq] // self.block_size, -(-length // self.block_size)):
             self._writable(seq, number)
@@ -167,8 +166,7 @@ class HostStore:
         return bool(places or kept)
 
     def reserved(self, seq: int) -> int:
-        """Return the number of tokens that a sequence's blocks can hold, without the block allocated ahead. A sequence that the
-        store does not have has no blocks."""
+        """Return the number of tokens that a sequence's blocks can hold. A sequence that the store does not have has no blocks."""
         return len(self.table.blocks[seq]) * self.block_size if seq < self.seqs else 0
 
     def read(self, seq: int, start: int, stop: int) -> Tensor:
@@ -234,16 +232,13 @@ class HostStore:
         return gather_rows(self.table.on_cpu()[: len(rows)], self.block_size, rows, out)
 
     def truncate(self, seq: int, length: int) -> None:
-        """Drop rows >= length. Blocks no longer needed are freed, but one is kept ahead if any row is left."""
+        """Drop rows >= length, and the blocks that are no longer needed."""
         if length > self._length[seq]:
             raise IndexError(f"sequence {seq} holds {self._length[seq]} rows, fewer than {length}")
         keep = -(-length // self.block_size)
         for block in self.table.blocks[seq][keep:]:
             block.recalls = 0.0  # by its other holders
-            if block.release():
-                self.allocator.ahead.setdefault(seq, block)
-        if length == 0:
-            self.allocator.ahead.pop(seq, None)
+            block.release()
         del self.table.blocks[seq][keep:]
         self._length[seq] = length
         self.table.changed(seq)
@@ -257,7 +252,6 @@ class HostStore:
             raise ValueError(f"a store of {self.allocator.kind} cannot share rows of one of {other.allocator.kind}")
         blocks = [[block.share() for block in blocks] for blocks in other.table.blocks]
         self.release()
-        self.allocator.ahead.clear()
         self.table.blocks, self._length = blocks, list(other._length)
         self.table.changed(*range(self.seqs))
 
@@ -286,8 +280,6 @@ class HostStore:
         blocks = [[block.share() for block in self.table.blocks[seq]] for seq in seqs]
         self.release()
         self.table.blocks, self._length = blocks, [self._length[seq] for seq in seqs]
-        ahead = self.allocator.ahead
-        self.allocator.ahead = {seq: block for seq, block in ahead.items() if seq < len(seqs)}
         self.table.changed(*range(self.seqs))
 
     def release(self) -> None:
@@ -315,7 +307,7 @@ class HostStore:
         block = self.table.blocks[seq][number]
         block.moving = None  # a copy under way lacks what is written now
         if block.owners > 1:
-            copy = self.allocator.allocate(seq).share()
+            copy = self.allocator.new().share()
             copy.data.copy_(block.data)
             block.release()
             block = self.table.blocks[seq][number] = copy

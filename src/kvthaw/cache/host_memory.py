@@ -1,4 +1,4 @@
-"""Host memory for blocks of KV: the bytes available, the blocks' owners, and blocks allocated ahead."""
+"""Host memory for blocks of KV: the bytes available, the blocks' owners, and where a new block lies."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class _Used:
 
 
 class HostMemory:
-    """Host memory of one cache's blocks, including blocks allocated ahead or shared with copies.
+    """Host memory of one cache's blocks, including blocks shared with copies.
 
     limit: the most bytes; None: all that the system has.
     reclaim: frees some memory that is kept for later requests, such as the prefix cache; returns whether there was any.
@@ -143,7 +143,6 @@ class HostMemory:
 
     def __init__(self, limit: int | None = None, ranks: Ranks = ALONE) -> None:
         self.limit, self.ranks, self._used = limit, ranks, _Used()
-        self._warned = False
         self.reclaim: Callable[[], bool] = lambda: False
         self.streams: Sequence[torch.cuda.Stream] = ()
         """Streams that may read blocks, in addition to the model's."""
@@ -207,33 +206,21 @@ class HostMemory:
         few = size > HUGE // 2 and _page_locked.expect(size, count, room, half=half)
         return _page_locked.take_ahead if few else None
 
-    def warn(self, error: HostMemoryError) -> None:
-        """Log, once, that memory for coming tokens cannot be allocated ahead."""
-        if not self._warned:
-            self._warned = True
-            _log.warning("host memory for coming tokens cannot be allocated ahead: %s", error)
-
     @property
     def used(self) -> int:
         """Bytes in use, counted only if there is a limit."""
         return self._used.bytes
 
     def check(self, need: Callable[[], int]) -> None:
-        """Raise HostMemoryError if a prompt's KV needs more bytes than are free. Blocks allocated ahead count as free.
+        """Raise HostMemoryError if a prompt's KV needs more bytes than are free.
 
         need: returns the bytes needed; called again after each reclaim(), which may free device memory.
         """
         self.retried(lambda: check_host_memory(need(), self.free()))
 
     def free(self) -> int | None:
-        """Return the bytes that are free in every process; None if the system does not tell.
-
-        With a limit, blocks allocated ahead count as free.
-        """
-        spare = sum(
-            allocator.held * sum(not ahead.on_device for ahead in allocator.ahead.values()) for allocator in self.allocators
-        )
-        free = available_host_memory(self.ranks) if self.limit is None else self.limit - self.used + spare
+        """Return the bytes that are free in every process; None if the system does not tell."""
+        free = available_host_memory(self.ranks) if self.limit is None else self.limit - self.used
         return None if free is None else self.ranks.least(free)
 
 
@@ -277,16 +264,14 @@ class Block:
 
 
 class BlockAllocator:
-    """Allocate the blocks of one store, and at most one ahead for each sequence.
+    """Allocate the blocks of one store.
 
-    ahead: blocks allocated ahead, by sequence. They are in no block table, so that using one moves nothing.
     device: blocks go there while there is room; None: all go to the host.
     """
 
     def __init__(self, memory: HostMemory, shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool) -> None:
         self.memory, self.shape, self.dtype, self.pinned = memory, shape, dtype, pinned
         self.device: DeviceBlocks | None = None
-        self.ahead: dict[int, Block] = {}
         memory.allocators.add(self)
 
     @property
@@ -295,61 +280,22 @@ class BlockAllocator:
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
-    def held(self) -> int:
-        """Bytes of host memory that one block takes."""
-        return held_bytes(self.size, pinned=self.pinned)
-
-    @property
     def kind(self) -> tuple[object, ...]:
         """Properties that blocks must share to be interchangeable."""
         return self.shape, self.dtype, self.pinned
 
-    def allocate(self, seq: int) -> Block:
-        """Return the sequence's block allocated ahead, else a new one. Raises HostMemoryError if there is no memory.
+    @property
+    def room(self) -> int:
+        """Number of blocks that the device has room for."""
+        return 0 if self.device is None else max(0, self.device.room) // self.size
 
-        If memory is short, takes a block allocated ahead for another sequence or layer, or frees all of these and allocates
-        again.
-        """
-        if seq in self.ahead:
-            return self.ahead.pop(seq)
-        if self.takes_from_others():
-            return self.ahead.pop(next(owner for owner, block in self.ahead.items() if block.on_device))
-        try:
-            return self.new()
-        except HostMemoryError:
-            others = [self, *self.memory.allocators]
-            for other in others:
-                if other.ahead and other.kind == self.kind:
-                    return other.ahead.popitem()[1]
-            for other in others:
-                other.ahead.clear()
-            return self.new()
+    def host_need(self, blocks: int) -> int:
+        """Return the bytes of host memory for `blocks` more blocks, less the blocks that fit on the device."""
+        return max(0, blocks - self.room) * held_bytes(self.size, pinned=self.pinned)
 
-    def preallocate(self, seq: int) -> Block:
-        """Allocate the next block of a sequence ahead, once. Raises HostMemoryError, with nothing changed."""
-        if seq not in self.ahead:
-            self.ahead[seq] = self.new()
-        return self.ahead[seq]
-
-    def takes_from_others(self) -> bool:
-        """Return whether allocate() uses a block that was allocated ahead for another sequence: the device has no room, and such
-        blocks lie there."""
-        full = self.device is not None and self.device.room < self.device.size
-        return full and any(block.on_device for block in self.ahead.values())
-
-    def prepare(self, seq: int, count: int) -> None:
-        """Pin host memory for `count` more blocks of a sequence in one call, which is faster than one by one."""
-        self.memory.prepare(self.lacks(seq, count), self.size, pinned=self.pinned)
-
-    def lacks(self, seq: int, count: int) -> int:
-        """Return how many of `count` more blocks of a sequence need new host memory."""
-        near = 0 if self.device is None else max(0, self.device.room) // self.size
-        ahead = sum(block.on_device or owner == seq for owner, block in self.ahead.items())  # see allocate()
-        return max(0, count - near - ahead)
-
-    def nbytes(self, *, on_device: bool = False) -> int:
-        """Return the bytes of host or device memory of the blocks allocated ahead."""
-        return sum(block.data.nbytes for block in self.ahead.values() if block.on_device == on_device)
+    def prepare(self, count: int) -> None:
+        """Pin host memory for `count` more blocks in one call, which is faster than one by one."""
+        self.memory.prepare(max(0, count - self.room), self.size, pinned=self.pinned)
 
     def new(self) -> Block:
         """Return a new block, on the device if there is room, else on the host. Raises HostMemoryError."""

@@ -212,7 +212,7 @@ class KVCache(Forward):
         self.rollback_failed_step()
         self.finish_clear()
         twin = memo[id(self)] = KVCache(self.settings, *self._made_of)
-        twin.origin, twin.reads_masks, twin._preallocated = self.origin, self.reads_masks, self._preallocated
+        twin.origin, twin.reads_masks, twin._looked = self.origin, self.reads_masks, self._looked
         twin.streams.device.copy_from(self.streams.device)
         twin.sequences.copy_from(self.sequences)
         twin.chooser.copy_from(self.chooser)

@@ -12,7 +12,6 @@ from torch import Tensor
 from kvthaw.cache.block_table import follow
 from kvthaw.cache.device_memory import DeviceBlocks
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.host_memory import beyond
 from kvthaw.cache.placement import Placement
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.state import LayerState
@@ -66,16 +65,6 @@ class LayerStorage:
             blocks.device = DeviceBlocks(memory, layer, blocks.shape, blocks.dtype, self.slab.data.device)
             self.store.crossed = torch.zeros_like(self.store.crossed, device=self.slab.data.device)
             self.placement = Placement(self.store, blocks.device, self.streams)
-
-    @property
-    def room(self) -> int:
-        """Bytes that the device has left for blocks."""
-        return 0 if self.placement is None else max(0, self.placement.device.room)
-
-    def host_need(self, blocks: int) -> int:
-        """Return the bytes of host memory for `blocks` more blocks, less the blocks that fit on the device."""
-        allocator = self.store.allocator
-        return beyond(blocks, self.room, allocator.size, pinned=allocator.pinned)
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that a captured step reads and writes."""
@@ -184,34 +173,6 @@ class LayerStorage:
             self.store.table.on(self.slab.data.device)
             if self.placement is not None:
                 self.placement.device.memory.spills |= self.store.table.some_on_host
-
-    def rounds(self) -> int:
-        """Return the steps within which the next block of every sequence and layer is allocated ahead, each once."""
-        size = self.store.block_size
-        return min(self.streams.layers * self.store.seqs, max(1, size // 2, size - self.slab.regions.buffer))
-
-    def preallocate(self, seq: int, length: int, end: int, recalled: Tensor | None) -> bool:
-        """Allocate the next block of a sequence, or make room for it on the device, if it needs the block before its next
-        turn. Returns whether it lies on the host.
-
-        Does nothing on a full device while other sequences hold blocks there ahead: the sequence takes one of these.
-
-        length: the sequence's tokens.
-        end: the most tokens that it will have.
-        recalled: see Placement.balance.
-        """
-        store, allocator = self.store, self.store.allocator
-        needs = store.reserved(seq) < end and seq not in allocator.ahead and not allocator.takes_from_others()
-        steps = store.reserved(seq) + self.slab.regions.window + 1 - length  # a lower bound of the steps until it is needed
-        due = needs and steps < self.rounds()
-        if self.placement is not None:
-            self.placement.balance(int(due), recalled)
-        if due and (self.placement is None or not self.placement.spilling):
-            try:
-                return not allocator.preallocate(seq).on_device
-            except HostMemoryError as error:  # raised again when the sequence needs the block
-                allocator.memory.warn(error)
-        return False
 
     def reserve(self, ends: Mapping[int, int]) -> None:
         """Allocate the blocks for offloading up to `ends`, by sequence. Raises HostMemoryError."""

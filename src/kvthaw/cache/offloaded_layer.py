@@ -314,6 +314,12 @@ class OffloadedLayer(LayerKV):
         self.storage.make_room(capacity, self.fixed_bytes)
         self.room = capacity
 
+    def balance(self, needed: int) -> None:
+        """Move a block between device and host if that makes room for `needed` more blocks, or uses spare room."""
+        if self.storage.placement is not None:
+            self.storage.placement.balance(needed, None if self.own is None else self.own.recalled)
+            self.storage.update_table()
+
     def wait(self) -> None:
         """Wait until every token is offloaded and indexed. Raises the error of any job that failed."""
         self.store.wait()

@@ -40,8 +40,6 @@ _AT_ONCE = 1 << 28
 _ENGINES = 4096
 """Tokens of a prompt from which copy engines take rows to the host instead of a kernel. They need a copy for each block, and one
 for each head of a block in part, but leave the multiprocessors to attention."""
-_STEPS_AHEAD = 64
-"""Steps whose blocks a background thread pins together."""
 Leaving = tuple[int, int, int]
 """A sequence and the tokens that leave its ring, start .. stop."""
 
@@ -79,9 +77,6 @@ def store(prompts: Sequence[tuple[OffloadedLayer, PrefillKV]]) -> None:
             for layer, new in group:
                 for row in rows:
                     _store_one(layer, row, new)
-        for row in rows:
-            for layer, _ in group:
-                _preallocate(layer, row.seq, row.length)
         for layer, new in group:
             if layer.updater is not None:
                 first, ended = layer.slab.regions.first_indexed, rows if layer.sequences.ends_with(new.step) else ()
@@ -290,7 +285,9 @@ def check_memory(layers: Sequence[OffloadedLayer], streams: Streams, blocks: int
     share, pinned = streams.device.share, device.type == "cuda"
 
     def need(layer: OffloadedLayer) -> int:
-        return layer.storage.host_need(blocks) if layer.plan else beyond(blocks, share(layer.number), size, pinned=pinned)
+        return (
+            layer.store.allocator.host_need(blocks) if layer.plan else beyond(blocks, share(layer.number), size, pinned=pinned)
+        )
 
     streams.memory.check(lambda: sum(map(need, layers)))
 
@@ -310,48 +307,45 @@ def reserve(layers: Sequence[OffloadedLayer], sequences: Sequences, tokens: int)
         layer.storage.reserve(ends)
 
 
-def preallocate(layers: Sequence[OffloadedLayer], sequences: Sequences, since: int) -> None:
-    """Allocate the next block of each sequence and layer whose turn has come, and move blocks between device and host.
+def look_ahead(layers: Sequence[OffloadedLayer], sequences: Sequences, since: int) -> None:
+    """Pin host memory for blocks that sequences need soon, and move blocks between device and host to make room for them.
 
-    Sequences of one length need their next block in all layers at the same token. Therefore few (layer, sequence) pairs
-    have their turn after each step. Every pair has its turn before its block is full. Pinning one block takes 1.5 ms. A
-    background thread pins the blocks of the next turns together.
+    Sequences of one length need their next block in all layers at the same token. Pinning one takes 1.5 ms, so a background
+    thread does it. Few layers have their turn to move a block after each step.
 
     since: number of decoded tokens at the last call.
     """
-    numbered, rounds, count = {layer.number: layer for layer in layers}, layers[0].storage.rounds(), sequences.count
-    made = Counter[int]()  # by bytes of a block
-    for step in range(max(since, sequences.decoded - rounds) + 1, sequences.decoded + 1):
-        for pair in range(step % rounds, layers[0].streams.layers * count, rounds):
-            number, seq = divmod(pair, count)
-            if number in numbered and seq not in sequences.idle:
-                layer = numbered[number]
-                made[layer.store.allocator.size] += _preallocate(layer, seq, sequences.length(seq))
-                layer.storage.update_table()
-    streams, pinned = layers[0].streams, layers[0].store.pinned
-    for size, taken in made.items() if pinned else ():
-        alike = sum(layer.store.allocator.size == size for layer in layers)
-        take = streams.memory.expect(min(_STEPS_AHEAD * taken, alike * count), size, half=True) if taken else None
-        if take is not None:
-            streams.run_beside(take)
+    store, regions, count = layers[0].store, layers[0].slab.regions, sequences.count
+    turns = layers[0].streams.layers * count
+    steps = min(turns, max(1, store.block_size // 2, store.block_size - regions.buffer))
+    begins = ((seq, sequences.length(seq) - regions.window - 1) for seq in range(count) if seq not in sequences.idle)
+    soon = sum(store.reserved(seq) < min(sequences.end(seq), begin + steps) for seq, begin in begins)
+    if soon:
+        _pin(layers, soon, half=True)
+    placed = {layer.number: layer for layer in layers if layer.storage.placement is not None}
+    for step in range(max(since, sequences.decoded - steps) + 1, sequences.decoded + 1) if placed else ():
+        for turn in range(step % steps, turns, steps):
+            if (layer := placed.get(turn // count)) is not None:
+                layer.balance(soon)
 
 
-def _preallocate(layer: OffloadedLayer, seq: int, length: int) -> bool:
-    recalled = None if layer.own is None else layer.own.recalled
-    return layer.storage.preallocate(seq, length, layer.sequences.end(seq), recalled)
-
-
-def expect(layers: Sequence[OffloadedLayer], streams: Streams, seq: int, tokens: int) -> None:
+def expect(layers: Sequence[OffloadedLayer], seq: int, tokens: int) -> None:
     """Pin memory on a background thread for a sequence of `tokens` tokens and its next block in all layers.
 
     Chunks of its prompt, for which other sequences wait, then find pinned memory. With 0 tokens, nothing more is pinned.
     """
-    needs = Counter[int]()
-    for store in (layer.store for layer in layers):
-        blocks = -(-tokens // store.block_size) + 1 - store.reserved(seq) // store.block_size
-        needs[store.allocator.size] += store.allocator.lacks(seq, blocks) if tokens and store.pinned else 0
+    if layers:
+        store = layers[0].store
+        _pin(layers, -(-tokens // store.block_size) + 1 - store.reserved(seq) // store.block_size if tokens else 0)
+
+
+def _pin(layers: Sequence[OffloadedLayer], blocks: int, *, half: bool = False) -> None:
+    """Pin memory on a background thread for `blocks` more blocks of each layer; see HostMemory.expect."""
+    needs, streams = Counter[int](), layers[0].streams
+    for allocator in (layer.store.allocator for layer in layers if layer.store.pinned):
+        needs[allocator.size] += max(0, blocks - allocator.room)
     for size, count in needs.items():
-        take = streams.memory.expect(count, size)
+        take = streams.memory.expect(count, size, half=half)
         if take is not None:
             streams.run_beside(take)
 

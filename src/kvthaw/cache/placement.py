@@ -43,11 +43,6 @@ class Placement:
         self._none: tuple[int, bool] | None = None  # version of the store at which no block could spill, or come back
         self._short = False  # of host memory
 
-    @property
-    def spilling(self) -> bool:
-        """Whether a block is being copied to the host."""
-        return any(not new.on_device for _, new, _ in self._moves)
-
     def make_room(self, tokens: int, fixed: int) -> None:
         """Expect `tokens` tokens of every sequence, and `fixed` bytes of slab and index."""
         device, blocks = self.device, self.store.seqs * -(-tokens // self.store.block_size)
@@ -63,7 +58,7 @@ class Placement:
             unknown.
         """
         self.finish()
-        self.device.arena.note_freed()
+        self.device.note_freed()
         self._count_recalls()
         size, coming = self.device.size, sum(new.on_device for _, new, _ in self._moves)
         going = len(self._moves) - coming
@@ -108,7 +103,7 @@ class Placement:
                 continue  # cropped
             self.moved_bytes += old.data.nbytes
             if new.on_device:
-                self._leaving.append((self.device.arena.readers(), old.data))
+                self._leaving.append((self.device.readers(), old.data))
         while self._leaving and all(event.query() for event in self._leaving[0][0]):
             self._leaving.popleft()
 

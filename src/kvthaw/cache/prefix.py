@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -170,7 +169,8 @@ class PrefixCache:
         """
         self.refused, ids, own = refusal(kv), ids.cpu(), salt
         if self.refused is None and len(ids):
-            own = self._keep_rows(kv, ids, seq, salt)
+            shapes = {one.number: LayerShape.of(one, seq, kv.settings.kv_dtype) for one in kv.layers if one.keeps_all}
+            own = self._insert(kv, shapes, ids, salt, lambda at, node: self._kept.shared(kv, seq, at, node))
             self._indexes.keep(kv, ids, own, seq, whole=name is not None)
         self._trim()
         if name is not None:
@@ -211,45 +211,41 @@ class PrefixCache:
             raise CacheError(f"no prompt is kept as {name!r}")
         return self._entries[salt, name]
 
-    def rows(self, entry: Entry) -> Iterator[tuple[int, LayerShape, Tensor]]:
-        """Yield the stored rows [H, T, *tail] of an entry on the host, with the number and the shape of each layer."""
+    def content(self, kv: KVCache, entry: Entry) -> Iterator[tuple[int, LayerShape, Tensor, IndexState | None]]:
+        """Yield the number and the shape of each layer, and an entry's rows [H, T, *tail] on the host as they are stored.
+
+        The last item is the layer's index of exactly these tokens, if one is kept for caches such as this one.
+        """
         path, tokens = self._tree.match(entry.ids, entry.salt)
+        indexes = self._indexes.of(kv, entry)
         for number, blocks in self._kept.layers.items():
             rows = torch.cat([blocks[node].data.cpu() for node in path], dim=1)[:, :tokens]
-            yield number, self._kept.shapes[number], rows.contiguous()
-
-    def snapshots(self, kv: KVCache, entry: Entry) -> Mapping[int, IndexState]:
-        """Return the cached index snapshots of exactly an entry's tokens, by layer, for caches such as this one."""
-        return self._indexes.of(kv, entry)
+            yield number, self._kept.shapes[number], rows.contiguous(), indexes.get(number)
 
     def restore(
         self,
         kv: KVCache,
         name: str,
         ids: Tensor,
-        layers: Mapping[int, tuple[LayerShape, Sequence[Block]]],
+        layers: Mapping[int, tuple[LayerShape, LayerState]],
         *,
         salt: str = "",
-        indexes: Mapping[int, IndexState] = MappingProxyType({}),
         about: Any = None,
         leaves_room: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Cache a prompt [T] under a name, with blocks that were read from elsewhere, for caches such as this one.
+        """Cache a prompt [T] under a name, with blocks and indexes that were read from elsewhere, for caches such as this one.
 
         Raises CacheError if it cannot be kept.
 
-        layers: the shape and the blocks of each layer.
-        indexes: snapshots of the layers' indexes, if available.
+        layers: the shape and the state of each layer.
         about, leaves_room: as for keep().
         """
         self.refused, own = refusal(kv), salt
         if self.refused is None:
-            tree = self._open(kv, {number: shape for number, (shape, _) in layers.items()})
-            own = self._own(kv, salt)
-            for at, (node, new) in enumerate(tree.insert(ids, own)):
-                if new or not self._kept.holds(node):
-                    self._kept.hold(node, {number: blocks[at] for number, (_, blocks) in layers.items()})
-            self._indexes.add(kv, ids, own, indexes)
+            shapes = {number: shape for number, (shape, _) in layers.items()}
+            blocks = {number: state.blocks for number, (_, state) in layers.items()}
+            own = self._insert(kv, shapes, ids, salt, lambda at, _: {number: every[at] for number, every in blocks.items()})
+            self._indexes.add(kv, ids, own, {number: state.index for number, (_, state) in layers.items()})
         self._trim()
         self._name((salt, name), ids, own, about, leaves_room)
 
@@ -322,8 +318,8 @@ class PrefixCache:
         if self._kind and self._kind != cache_kind(kv):
             raise CacheError("the prefix cache holds KV of another model, or of another block_size or kv_dtype")
 
-    def _open(self, kv: KVCache, shapes: Mapping[int, LayerShape]) -> PrefixTree:
-        """Return the tree, and attach it to a cache: the first cache fixes the layers' shapes."""
+    def _open(self, kv: KVCache, shapes: Mapping[int, LayerShape]) -> None:
+        """Attach this to a cache: the first cache fixes the layers' shapes."""
         self._check(kv)
         if not self._kind:
             self._kind, self._tree = cache_kind(kv), PrefixTree(kv.settings.block_size)
@@ -335,21 +331,30 @@ class PrefixCache:
         for layer in kv.offloaded:
             layer.store.kept = self._kept.layers[layer.number]
         kv.streams.memory.reclaim = self.drop_oldest
-        return self._tree
 
-    def _keep_rows(self, kv: KVCache, ids: Tensor, seq: int, salt: str) -> str:
-        """Share the blocks of a sequence's first tokens, as many as memory allows. Returns their salt."""
-        layers = [layer for layer in kv.layers if layer.keeps_all]
-        tree = self._open(kv, {layer.number: LayerShape.of(layer, seq, kv.settings.kv_dtype) for layer in layers})
+    def _insert(
+        self,
+        kv: KVCache,
+        shapes: Mapping[int, LayerShape],
+        ids: Tensor,
+        salt: str,
+        blocks: Callable[[int, Node], Mapping[int, Block]],
+    ) -> str:
+        """Cache the blocks of a prompt [T] until memory is short. Returns their salt in the tree.
+
+        shapes: of the layers.
+        blocks: blocks(n, node) returns the n-th block of each layer. May raise HostMemoryError.
+        """
+        self._open(kv, shapes)
         last, salt = None, self._own(kv, salt)
         try:
-            for number, (node, new) in enumerate(tree.insert(ids, salt)):
+            for at, (node, new) in enumerate(self._tree.insert(ids, salt)):
                 if new or not self._kept.holds(node):
-                    self._kept.share(kv, seq, number, node)
+                    self._kept.hold(node, blocks(at, node))
                 last = node
         except HostMemoryError as error:
             _log.warning("a prompt is kept in part: %s", error)
-        for other in () if last is None else tree.covered(last):
+        for other in () if last is None else self._tree.covered(last):
             self._drop(other)
         return salt
 

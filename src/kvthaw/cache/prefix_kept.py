@@ -110,10 +110,10 @@ class IndexSnapshots:
         """Drop all."""
         self._all.clear()
 
-    def add(self, kv: KVCache, ids: Tensor, salt: str, layers: Mapping[int, IndexState]) -> None:
+    def add(self, kv: KVCache, ids: Tensor, salt: str, layers: Mapping[int, IndexState | None]) -> None:
         """Keep indexes of a prompt [T], if there are any."""
-        if layers:
-            self._all.append(_Indexes(ids, _index_kind(kv, salt), layers))
+        if found := {number: each for number, each in layers.items() if each is not None}:
+            self._all.append(_Indexes(ids, _index_kind(kv, salt), found))
 
     def keep(self, kv: KVCache, ids: Tensor, salt: str, seq: int, *, whole: bool) -> None:
         """Keep the indexes of a sequence of a cache, unless a prompt that shares more than half of it has some.
@@ -124,8 +124,7 @@ class IndexSnapshots:
         if found is None or found.saved or (whole and len(found.ids) != len(ids)):
             if found is not None and found.saved:
                 self._all = [one for one in self._all if one is not found]
-            every = {layer.number: updater.snapshot(seq) for layer, updater in updaters(kv.offloaded)}
-            self.add(kv, ids, salt, {number: each for number, each in every.items() if each is not None})
+            self.add(kv, ids, salt, {layer.number: updater.snapshot(seq) for layer, updater in updaters(kv.offloaded)})
 
     def upto(self, kv: KVCache, ids: Tensor, salt: str) -> dict[int, IndexState]:
         """Return the indexes, by layer, of the longest common prefix with a prompt that shares more than half of this one."""
@@ -194,8 +193,8 @@ class PrefixBlocks:
         for number, block in blocks.items():
             self.layers[number][node] = block.share()
 
-    def share(self, kv: KVCache, seq: int, number: int, node: Node) -> None:
-        """Share block `number` of a sequence in every layer. Raises HostMemoryError, with nothing changed."""
+    def shared(self, kv: KVCache, seq: int, number: int, node: Node) -> Mapping[int, Block]:
+        """Return block `number` of a sequence in every layer, or a copy of a dense layer's rows. Raises HostMemoryError."""
         size = kv.settings.block_size
         start, stop = number * size, number * size + len(node.tokens)
         dense = {layer.number: layer for layer in kv.layers if isinstance(layer, DenseLayer)}
@@ -203,8 +202,7 @@ class PrefixBlocks:
         for layer, block in copies.items():
             rows = self.shapes[layer].format.encode(dense[layer].read(seq, start, stop))
             block.data[:, : stop - start].copy_(rows, non_blocking=True)
-        shared = {layer.number: layer.store.blocks(seq)[number] for layer in kv.offloaded}
-        self.hold(node, copies | shared)
+        return copies | {layer.number: layer.store.blocks(seq)[number] for layer in kv.offloaded}
 
     def release(self, node: Node) -> None:
         """Release a node's blocks in memory."""

@@ -86,9 +86,9 @@ def decode(
     for one, settings in asked:
         check_settings(one, settings)  # what is wrong costs no loading
     from kvthaw.bench import tables
-    from kvthaw.bench.card import where
     from kvthaw.bench.own import OwnBench, Reading, advice
     from kvthaw.engine.hub import display_name
+    from kvthaw.evaluate.machine import where
     from kvthaw.evaluate.results import ResultsFile
 
     known = ResultsFile(out)
@@ -96,7 +96,7 @@ def decode(
     reading = Reading(llm, tokenizer, display_name(loading.model), words(file))
     if file is not None and length is None:
         lengths = [len(reading.ids())]
-    names = names_of(method or [find("auto", llm.device)[0].name])
+    names = names_of(method or [find("auto", llm.device).name])
     limit |= {"new_tokens": new_tokens, "seed": seed, "device": where(loading.device)[1]}
     wanted = reading.grid(names, lengths, batches, ways, **limit)
     with bars() as progress:

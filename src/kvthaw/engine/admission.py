@@ -57,7 +57,7 @@ class Admission:
         free, new = kv.streams.memory.free(), sum(max(0, self._blocks(one) - self._has(one)) for one in every)
         if free is None or kv.chooser.full:
             return free is None or self._on_host(every) <= free
-        return sum(layer.storage.host_need(new) for layer in kv.allocated) <= free
+        return sum(layer.store.allocator.host_need(new) for layer in kv.allocated) <= free
 
     def leaves_room(self) -> bool:
         """Return whether named entries leave host memory for a request of maximum length, or half of it. They then block no
@@ -82,15 +82,14 @@ class Admission:
         """
         kv, device = self.kv, self.kv.streams.device
         if kv.chooser.full:
-            coming = [(layer.number, kv.chooser.block_bytes(place)) for place, layer in kv.chooser.by_method.items()]
-            sizes = [(number, size, held_bytes(size, pinned=self._pinned)) for number, size in coming]
+            sizes = [(layer.number, kv.chooser.block_bytes(place)) for place, layer in kv.chooser.by_method.items()]
         else:
-            allocators = {layer.number: layer.store.allocator for layer in kv.allocated}
-            sizes = [(number, one.size, one.held) for number, one in allocators.items()]
+            sizes = [(layer.number, layer.store.allocator.size) for layer in kv.allocated]
         found = []
-        for number, size, held in sizes:
+        for number, size in sizes:
             room = device.share(number) + (device.fixed.get(number, 0) if kv.chooser.full else 0)
-            found.append((number, held, max(0, room) // size if self._on_device and device.bytes else 0))
+            near = max(0, room) // size if self._on_device and device.bytes else 0
+            found.append((number, held_bytes(size, pinned=self._pinned), near))
         return found
 
     def _on_host(self, requests: Sequence[Request]) -> int:

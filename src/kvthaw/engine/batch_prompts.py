@@ -126,7 +126,7 @@ class BatchPrompts:
 
     def prefill(self, request: Request, tokens: int | None) -> None:
         """Prefill the next tokens of a prompt; see `Batch.prefill`."""
-        kv, streams = self._cache.kv, self._cache.kv.streams
+        kv = self._cache.kv
         if request.prefilled == 0:
             if not self._fill(request, tokens):
                 return
@@ -136,7 +136,7 @@ class BatchPrompts:
         logits = self._run(request, start, stop)
         request.prefilled = stop
         if start or stop < request.prompt:
-            expect(kv.allocated, streams, request.seq, request.prompt if stop < request.prompt else 0)
+            expect(kv.allocated, request.seq, request.prompt if stop < request.prompt else 0)
         kv.finite.prompt([request.seq], kv.offloaded)
         if stop == request.prompt:
             self.indexing[request] = logits
@@ -168,7 +168,7 @@ class BatchPrompts:
         """Forget a request that has left the batch."""
         self.indexing.pop(request, None)
         if 0 < request.prefilled < request.prompt:
-            expect(self._cache.kv.allocated, self._cache.kv.streams, request.seq, 0)
+            expect(self._cache.kv.allocated, request.seq, 0)
 
     def _run(self, request: Request, start: int, stop: int) -> Tensor:
         """Run the model over tokens start .. stop of a request's prompt. Returns the logits [1, V] after the last."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,40 +15,22 @@ from kvthaw.cache.prefix import PrefixCache
 from kvthaw.cache.prefix_kept import Entry, Key
 from kvthaw.engine.hf import Cache
 from kvthaw.engine.hf.folders import OWN, clean, delete_folder
-from kvthaw.engine.hf.saving import Part, check_header, index_kind, layer_part, read_layers, write_folder
+from kvthaw.engine.hf.saving import check_header, index_kind, layer_part, read_layers, write_folder
 from kvthaw.errors import CacheError
 from kvthaw.names import ALLOWED, is_name
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Collected:
-    """A consistent copy of an entry, to be written."""
-
-    key: Key
-    entry: Entry
-    header: Mapping[str, Any]
-    parts: Sequence[Part]
-
-
-@dataclass(frozen=True, slots=True)
-class _Stamp:
-    """Identity of an entry's folder, which changes with every save.
-
-    parent: device and inode of the parent folder.
-    """
-
-    inode: int
-    time: int
-    parent: tuple[int, int]
+_Stamp = tuple[int, int, tuple[int, int]]
+"""Identity of an entry's folder, which changes with every save: its inode and time, and the parent folder's device and inode."""
 
 
 class Library:
     """A folder with a saved cache for each entry of a prefix cache, which `Cache.load` can read. Processes may share it.
 
     An entry without salt has a folder of its name, others NAME@SALT. Make one call at a time per name. Calls that change
-    memory belong on the thread that owns the prefix cache; write() and delete() may run on any thread.
+    memory belong on the thread that owns the prefix cache. delete() and what collect() returns may run on any thread.
 
     cache: model and settings for restored entries.
     leaves_room: as for `PrefixCache.keep`.
@@ -57,8 +38,7 @@ class Library:
 
     def __init__(self, cache: Cache, prefix: PrefixCache, folder: Path, leaves_room: Callable[[], bool] = lambda: True) -> None:
         self.cache, self.prefix, self.folder, self._leaves_room = cache, prefix, folder, leaves_room
-        self._stamps: dict[Key, _Stamp | None] = {}  # each entry's folder when it was last read or saved
-        self._saved: dict[Key, Entry] = {}  # entries that are in the folder
+        self._known: dict[Key, tuple[_Stamp | None, Entry]] = {}  # each folder when it was last read or saved, and its entry
 
     def restore(self, read: Callable[[Any], Any] = lambda about: about) -> None:
         """Load all entries of the folder, as refresh() does, and delete leftovers of a process that was killed during a save.
@@ -85,7 +65,7 @@ class Library:
 
     def changed(self, key: Key) -> bool:
         """Return whether another process has saved or deleted an entry since it was last read or saved here."""
-        return self._stamp(key) != self._stamps.get(key)
+        return self._stamp(key) != self._known.get(key, (None,))[0]
 
     def refresh(self, key: Key, read: Callable[[Any], Any] = lambda about: about) -> None:
         """Load an entry that is new to this process, or forget one that has left the folder.
@@ -99,8 +79,7 @@ class Library:
         if stamp is None:
             if key in self.prefix.entries:
                 self.prefix.forget(name, salt)
-            self._stamps.pop(key, None)
-            self._saved.pop(key, None)
+            self._known.pop(key, None)
             return
         try:
             self._take_up(key, read)
@@ -109,34 +88,35 @@ class Library:
             says = str(error) if known else f"{self._path(key)} cannot be loaded ({type(error).__name__})"
             _log.warning("%s; it has to be prefilled again", says)  # not the error itself, which holds the data read
         else:
-            self._stamps[key], self._saved[key] = stamp, self.prefix.entry(name, salt)
+            self._known[key] = stamp, self.prefix.entry(name, salt)
 
-    def collect(self, key: Key) -> Collected | None:
-        """Return a copy of an entry for write(); None if there is no such entry or the folder has it.
+    def collect(self, key: Key) -> Callable[[], None] | None:
+        """Return a function that writes an entry as it is now and replaces its folder.
 
-        Call this on the thread that owns the prefix cache.
+        The function raises OSError, with the old folder unchanged. Returns None if there is no such entry or the folder has it.
         """
         entry, kv = self.prefix.entries.get(key), self.cache.kv
-        if entry is None or self._saved.get(key) is entry:
+        if entry is None or self._known.get(key, (None, None))[1] is entry:
             return None
         updaters = {layer.number: layer.updater for layer in kv.offloaded}
-        kept, parts = self.prefix.snapshots(kv, entry), list[Part]()
-        for number, shape, rows in self.prefix.rows(entry):
-            states, queries = {0: kept.get(number)}, {0: shape.queries[0]}
-            parts.append(layer_part(number, shape.scale, updaters.get(number), states, rows={0: rows}, queries=queries))
+        parts = [
+            layer_part(number, shape.scale, updaters.get(number), {0: index}, rows={0: rows}, queries={0: shape.queries[0]})
+            for number, shape, rows, index in self.prefix.content(kv, entry)
+        ]
         said = {"left_pad": [0], "token_ids": [entry.ids.tolist()], "tenant": entry.salt, "about": entry.about}
-        return Collected(key, entry, index_kind(kv) | said, parts)
+        header = index_kind(kv) | said
 
-    def write(self, what: Collected) -> None:
-        """Write an entry and replace its folder; on any thread. Raises OSError, with the old folder unchanged."""
-        write_folder(self.cache.model, self._path(what.key), what.header, what.parts)
-        self._stamps[what.key], self._saved[what.key] = self._stamp(what.key), what.entry
+        def write() -> None:
+            write_folder(self.cache.model, self._path(key), header, parts)
+            self._known[key] = self._stamp(key), entry
+
+        return write
 
     def save(self, name: str, salt: str = "") -> None:
         """Write an entry if the folder lacks it. Logs a folder that cannot be written."""
-        if (what := self.collect((salt, name))) is not None:
+        if (write := self.collect((salt, name))) is not None:
             try:
-                self.write(what)
+                write()
             except OSError as error:
                 _log.warning("%s; it will have to be prefilled again after a restart", error)
 
@@ -147,8 +127,7 @@ class Library:
     def delete(self, key: Key) -> None:
         """Delete an entry's folder, if there is one; on any thread. Raises OSError if files remain."""
         delete_folder(self._path(key))
-        self._stamps.pop(key, None)
-        self._saved.pop(key, None)
+        self._known.pop(key, None)
 
     # Inside
 
@@ -164,15 +143,15 @@ class Library:
             raise CacheError(f"{path} has {len(header['token_ids'])} rows, padded by {header['left_pad']}; an entry has one")
         about = read(header.get("about"))
         layers = dict(read_layers(path, header, kv, self.cache.model.device))
-        rows = {number: (own.shape, own.states[0].blocks) for number, own in layers.items()}
-        kept = {number: index for number, own in layers.items() if (index := own.states[0].index) is not None}
-        ids = torch.tensor(header["token_ids"][0])
-        how: dict[str, Any] = {"salt": salt, "indexes": kept, "about": about, "leaves_room": self._leaves_room}
+        held, ids = (
+            {number: (shape, states[0]) for number, (shape, states) in layers.items()},
+            torch.tensor(header["token_ids"][0]),
+        )
         try:
-            self.prefix.restore(kv, name, ids, rows, **how)
+            self.prefix.restore(kv, name, ids, held, salt=salt, about=about, leaves_room=self._leaves_room)
         finally:
-            for own in layers.values():
-                own.release()
+            for _, state in held.values():
+                state.release()
 
     def _path(self, key: Key) -> Path:
         salt, name = key
@@ -184,7 +163,7 @@ class Library:
         If the folder cannot be read, or its parent is another one (for example, nothing is mounted), returns the known
         stamp.
         """
-        known = self._stamps.get(key)
+        known = self._known.get(key, (None,))[0]
         try:
             parent = self.folder.stat()
         except OSError:
@@ -193,7 +172,7 @@ class Library:
         try:
             found = self._path(key).stat()
         except FileNotFoundError:
-            return None if known is None or known.parent == home else known
+            return None if known is None or known[2] == home else known
         except OSError:
             return known
-        return _Stamp(found.st_ino, found.st_mtime_ns, home)
+        return found.st_ino, found.st_mtime_ns, home

@@ -89,7 +89,10 @@ class Steps:
         return [(request, at, tokens[row], scores[row] if scores else None) for row, request, at in rows]
 
     def settle(self, request: Request | None = None) -> None:
-        """Wait until the device has run all launched work, if a request takes part in it; None: in any case."""
+        """Wait until the device has run all launched work.
+
+        request: wait only if it takes part in that work; None: in any case.
+        """
         if self._unread and (request is None or request.unread):
             self._unread[-1][0]()
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import hashlib
 import platform
 import time
+from importlib import import_module
 from importlib.metadata import version
+from typing import Any
 
 import torch
 
 from kvthaw.engine.hf import PreTrainedModel
 from kvthaw.engine.hf.identity import adapters, kv_weights
+from kvthaw.engine.hf.model import find_device
+from kvthaw.kernels import HAS_TRITON
 from kvthaw.version import __version__
 
 
@@ -45,6 +49,22 @@ def versions() -> dict[str, str]:
         "transformers": version("transformers"),
         "python": platform.python_version(),
     }
+
+
+def provenance() -> dict[str, Any]:
+    """Return what every benchmark reports with its numbers: GPU or CPU, and versions."""
+    return {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "cpu": platform.processor() or platform.machine(),
+        **versions(),
+        "triton": import_module("triton").__version__ if HAS_TRITON else None,
+    }
+
+
+def where(name: str | None = None) -> tuple[torch.device, str]:
+    """Return the device to measure (by torch's name; None: the GPU if there is one) and its name in results."""
+    device = find_device(name)
+    return device, device_name(device)
 
 
 def device_name(device: torch.device) -> str:

@@ -12,7 +12,7 @@ from kvthaw.cache.offloaded_layer import OffloadedLayer
 
 
 class Observer:
-    """Is called with what every sparse layer of a cache chooses, step after step, until it is detached."""
+    """Observes what every sparse layer of a cache chooses in each step, until it is detached."""
 
     def __init__(self, kv: KVCache) -> None:
         self._observers = kv.streams.observers

@@ -118,14 +118,14 @@ def agreement_rows(summaries: Sequence[Summary]) -> list[list[str]]:
     return lines
 
 
-def enough(summaries: Sequence[Summary], share: float = 0.99) -> str:
-    """Return in words from which budget on this share of each method's likeliest next tokens is full attention's. A budget
+def enough(summaries: Sequence[Summary]) -> str:
+    """Return in words from which budget on 99 % of each method's likeliest next tokens is full attention's. A budget
     counts if all larger ones of the method do too. Returns "" where no method but full attention was measured."""
     methods: dict[tuple[str, str], list[tuple[str, bool]]] = {}
     for one in sorted(summaries, key=lambda one: one["attended_mean"] or 0):
         if one["method"] != "full":
             method, limit, dense = named(one)
-            methods.setdefault((method, dense), []).append((limit, one["same_top"] >= share))
+            methods.setdefault((method, dense), []).append((limit, one["same_top"] >= 0.99))
     names, found, never = [method for method, _ in methods], dict[str, list[str]](), list[str]()
     for (method, dense), budgets in methods.items():
         name = f"{method} with {dense} dense layers" if names.count(method) > 1 else method
@@ -135,10 +135,10 @@ def enough(summaries: Sequence[Summary], share: float = 0.99) -> str:
         else:
             never.append(name)
     if not found:
-        return f"No method keeps {100 * share:.0f} % of full attention's next tokens with these budgets." if never else ""
+        return "No method keeps 99 % of full attention's next tokens with these budgets." if never else ""
     enough = "; ".join(f"{limit} for {', '.join(some)}" for limit, some in found.items())
     rest = ", ".join(never) if len(never) <= _NAMED else f"the other {len(never)}"
-    said = f"Budgets from which on {100 * share:.0f} % of next tokens are full attention's: {enough}."
+    said = f"Budgets from which on 99 % of next tokens are full attention's: {enough}."
     return said + f" None of these is enough for {rest}." * bool(never)
 
 

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -170,6 +171,11 @@ def means(records: Sequence[Record], *names: str) -> dict[str, float | None]:
 def largest(records: Sequence[Record], *names: str) -> dict[str, Any]:
     """Return the largest of each measure over the records that have it."""
     return {name: max((record[name] for record in records if record[name] is not None), default=None) for name in names}
+
+
+def noted(text: str) -> None:
+    """Print a remark between results."""
+    print(text, file=sys.stderr, flush=True)
 
 
 BYTES = ("kv_device_bytes", "kv_dense_bytes", "kv_host_bytes")

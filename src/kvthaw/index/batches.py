@@ -81,7 +81,7 @@ class BatchedIndex(UnitIndex):
         return 1
 
     def kind(self) -> Hashable:
-        """Return what indexes have in common whose batches are formed at once."""
+        """See UnitIndex. Indexes of a kind also form their batches at once."""
         context = self.context
         return type(self), context.kv_heads, context.head_dim, context.dtype, context.device, context.seed, self.settings
 

@@ -82,15 +82,10 @@ class TreeIndex(Index, tested=True):
         """At most `budget` rows a KV head: query [B, Hq, D], on any device; rows [B, H, budget] and counts come back there.
 
         A sequence that holds no more than the budget is selected whole, without a search."""
-        rows, counts = self.select_host(query.to(device="cpu", dtype=torch.float32), budget)
-        return Selection(rows.to(query.device), counts.to(query.device))
-
-    def select_host(self, query: Tensor, budget: int) -> tuple[Tensor, Tensor]:
-        """select() without the device: query [B, Hq, D] float32 on the CPU; rows [B, H, budget] and counts [B, H], int32."""
-        heads = len(query), self.context.kv_heads
+        heads, here = (len(query), self.context.kv_heads), query.to(device="cpu", dtype=torch.float32).contiguous()
         rows, counts = (torch.empty(size, dtype=torch.int32) for size in ((*heads, max(0, budget)), heads))
-        TreeIndex.prepare(self, query.contiguous(), budget, rows, counts)()
-        return rows, counts
+        self.prepare(here, budget, rows, counts)()
+        return Selection(rows.to(query.device), counts.to(query.device))
 
     def prepare(self, query: Tensor, budget: int, rows: Tensor, counts: Tensor) -> Callable[[], None]:
         """See Index."""

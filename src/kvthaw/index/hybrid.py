@@ -95,7 +95,7 @@ class HybridIndex(ObservedIndex, tested=True):
 
     @property
     def reversible(self) -> bool:
-        """Whether undo() is exact: not if the next append publishes a plan; see Index."""
+        """Whether undo() is exact: not if the next append publishes a reordering; see Index."""
         return all(static.pending is None for static in self.statics)
 
     # Index
@@ -104,7 +104,7 @@ class HybridIndex(ObservedIndex, tested=True):
         self.begin(seq, first, queries)
         UnitIndex.append(self, [seq], keys[None], values[None], None)
         if self.rows and keys.shape[1]:
-            self._place({seq: self.plan([seq], keys[None], *self.window_queries([seq]))[0]})
+            self._place({seq: self.reorderings([seq], keys[None], *self.window_queries([seq]))[0]})
 
     def take_effect(self, seqs: Sequence[int]) -> None:
         self.reserve(max(seqs) + 1)
@@ -126,11 +126,11 @@ class HybridIndex(ObservedIndex, tested=True):
                 if not turn.recorded:  # no prompt was long enough to be built
                     self.record_queries(seq, query[seq, :, None])
                 self._drop(seq)
-                self._place({seq: self.plan([seq], self.read(seq, host.tokens), *self.window_queries([seq]))[0]})
+                self._place({seq: self.reorderings([seq], self.read(seq, host.tokens), *self.window_queries([seq]))[0]})
         return super().select(query, budget)
 
     def truncate(self, seq: int, length: int) -> None:
-        """See Index. A plan that has not been put in place is dropped, and made again with the next append."""
+        """See Index. A reordering that has not been put in place is dropped, and made again with the next append."""
         if seq < len(self.statics):
             if self._drop(seq):
                 self.turns[seq].since = self.interval
@@ -139,7 +139,7 @@ class HybridIndex(ObservedIndex, tested=True):
         super().truncate(seq, length)
 
     def undo(self, seq: int, length: int) -> None:
-        """See Tables. A plan that the append began is dropped."""
+        """See Tables. A reordering that the append began is dropped."""
         self._drop(seq)
         super().undo(seq, length)
 
@@ -154,7 +154,7 @@ class HybridIndex(ObservedIndex, tested=True):
         self.statics[:] = [static.to(self.steps.device) for static in self.statics]
 
     def export(self, seq: int) -> Held:
-        """See Tables: with the plan that the next append would put in place."""
+        """See Tables: with the reordering that the next append would put in place."""
         rows, (*items, static) = super().export(seq)
         return rows, [*items, static.to(torch.device("cpu"))]
 
@@ -165,7 +165,7 @@ class HybridIndex(ObservedIndex, tested=True):
     # The static set
 
     def window_queries(self, seqs: Sequence[int]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return copies of what `plan` needs of the sequences' windows: queries, weights, and the first sequence's ends.
+        """Return copies of what `reorderings` needs of the sequences' windows: queries, weights, and the first sequence's ends.
 
         The ends are its first and last query, [Hq, 2, D]. They are None unless they choose its share and differ.
         """
@@ -175,7 +175,7 @@ class HybridIndex(ObservedIndex, tested=True):
             ends = self.queries[seqs[0]].index_select(1, (self.steps + back) % self.window)
         return *self.windows(seqs), ends
 
-    def plan(
+    def reorderings(
         self, seqs: Sequence[int], keys: Tensor, queries: Tensor, weights: Tensor, ends: Tensor | None = None
     ) -> list[Reordering]:
         """Choose static sets of one size by the windows' queries, from keys [R, H, T, D], and the pages of the other tokens."""
@@ -192,8 +192,8 @@ class HybridIndex(ObservedIndex, tested=True):
         windows: tuple[Tensor, Tensor, Tensor | None],
         made: dict[int, Reordering],
     ) -> list[Callable[[], None]]:
-        """Return plan() of sequences of `tokens` tokens as a list of jobs, to run once all their keys are there. The last job
-        fills `made`."""
+        """Return reorderings() of sequences of `tokens` tokens as jobs, to run once all their keys are there. The last job fills
+        `made`."""
         context, choices = self.context, list[StaticChoice]()
         spans = StaticChoice.spans(context.kv_heads, tokens, context.head_dim * context.dtype.itemsize)
 
@@ -228,9 +228,9 @@ class HybridIndex(ObservedIndex, tested=True):
         return min(keys.shape[1], int(share * self.rows + 1e-6))
 
     def _refresh(self, seqs: Sequence[int], new: Tensor) -> None:
-        """Start the plans that the next append will publish, for sequences whose interval is over.
+        """Start the reorderings that the next append will publish, for sequences whose interval is over.
 
-        Sequences with equal lengths are planned together, up to _KEYS bytes of keys.
+        Sequences with equal lengths are reordered together, up to _KEYS bytes of keys.
 
         new: [R, H, n, D], the keys of this append.
         """
@@ -248,7 +248,7 @@ class HybridIndex(ObservedIndex, tested=True):
                 self._begin(*zip(*some[at : at + most], strict=True))
 
     def _begin(self, seqs: tuple[int, ...], new: tuple[Tensor, ...]) -> None:
-        """Start the plans of sequences with equal numbers of tokens.
+        """Start the reorderings of sequences with equal numbers of tokens.
 
         new: the last tokens of each, [H, n, D].
         """
@@ -264,7 +264,7 @@ class HybridIndex(ObservedIndex, tested=True):
             return keys[0]
 
         def read(own: slice, at: int) -> None:
-            there = [i for i in range(len(seqs))[own] if self.stored(seqs[i], old)]  # the plans of others are obsolete
+            there = [i for i in range(len(seqs))[own] if self.stored(seqs[i], old)]  # the reorderings of others are obsolete
             whole = len(there) == len(seqs[own])
             for some in [own] if whole else [slice(i, i + 1) for i in there]:
                 self._read(seqs[some], at, held()[some, :, at : min(at + most, old)])
@@ -295,19 +295,19 @@ class HybridIndex(ObservedIndex, tested=True):
         self._side.cancel(pending.work)
         return True
 
-    def _place(self, plans: dict[int, Reordering]) -> None:
-        """Put plans of sequences in place, whole: on the current stream, so between two steps; of equal neighbours at once."""
+    def _place(self, ready: dict[int, Reordering]) -> None:
+        """Put reorderings in place, of sequences of equal size that are neighbours at once. Between two steps: on their stream."""
         self.join()
-        for plan in plans.values():
-            plan.wait()
-        sizes = {seq: (plan.order.shape[1], plan.static) for seq, plan in plans.items()}
-        for _, some in groupby(enumerate(sorted(plans)), lambda each: (each[1] - each[0], sizes[each[1]])):
+        for reordering in ready.values():
+            reordering.wait()
+        sizes = {seq: (one.order.shape[1], one.static) for seq, one in ready.items()}
+        for _, some in groupby(enumerate(sorted(ready)), lambda each: (each[1] - each[0], sizes[each[1]])):
             seqs = [seq for _, seq in some]
-            self._place_alike(seqs, [plans[seq] for seq in seqs])
+            self._place_alike(seqs, [ready[seq] for seq in seqs])
 
-    def _place_alike(self, seqs: list[int], plans: list[Reordering]) -> None:
-        """Put plans of equal sizes in the places of neighbouring sequences."""
-        tables = zip(*(plan.tensors() for plan in plans), strict=True)
+    def _place_alike(self, seqs: list[int], ready: list[Reordering]) -> None:
+        """Put reorderings of equal sizes in the places of neighbouring sequences."""
+        tables = zip(*(one.tensors() for one in ready), strict=True)
         order, digests, stops, tail = (own[0][None] if len(own) == 1 else torch.stack(own) for own in tables)
         tokens, units, kept, of = order.shape[2], digests.shape[2], tail.shape[2], slice(seqs[0], seqs[-1] + 1)
         self.reserve(max(seqs) + 1, units + 1, tokens)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Self, get_args
 
 import torch
@@ -16,9 +15,7 @@ from kvthaw.errors import at_least, one_of, proportion, within
 from kvthaw.index.batches import BatchedIndex, BatchGroup, Formed
 from kvthaw.index.draws import drawn
 from kvthaw.index.tables import Column
-from kvthaw.index.target import Full
 from kvthaw.kernels import HAS_TRITON, node_scores
-from kvthaw.kernels.extend import Destination
 from kvthaw.kernels.kmeans import grouped
 from kvthaw.kernels.nearest import nearest
 from kvthaw.kernels.node_digests import node_digests, row_width
@@ -135,19 +132,6 @@ class NodeIndex(BatchedIndex, tested=True):
         stops = torch.arange(0, tokens + self.size, self.size, dtype=torch.int32, device=keys.device).clamp_(max=tokens)
         return node_digests(keys, order, stops.expand(heads, -1), self.config.outliers)[0]
 
-    def extend(self, keys: Tensor, places: Sequence[Destination]) -> None:
-        self.add_keys(keys, places, None)
-        alike: dict[int, list[Destination]] = {}
-        for place in places:
-            alike.setdefault(place.kept, []).append(place)
-        for kept, some in alike.items():
-            whole = kept // self.size  # nodes that have all of their keys, and their digests
-            last = tuple(Full(place.seq, place.begin + whole * self.size, place.before + whole) for place in some)
-            n = kept + keys.shape[2] - whole * self.size
-            self.defer(
-                (self.kind(), "open", last, n), partial(digest_open, last=last, n=n), self, (place.seq for place in some)
-            )
-
     def form(self, group: BatchGroup, count: int) -> Generator[None, None, Formed]:
         flat, chosen = group.keys.flatten(0, 2), drawn(group.positions, count, group.streams)
         yield
@@ -173,16 +157,3 @@ class NodeIndex(BatchedIndex, tested=True):
     def _table(self) -> Tensor:
         store, device = self.context.store, self.context.device
         return store.table.on(device) if device.type == "cuda" else store.table.on_cpu()
-
-
-def digest_open(every: Sequence[NodeIndex], last: Sequence[Full], n: int) -> None:
-    """Compute the digests of text-order nodes for the last n tokens of sequences.
-
-    last: where these tokens begin.
-    """
-    one = every[0]
-    own = torch.stack([index.recent[index.last_places(last, n)] for index in every])
-    made = one.digest(own.flatten(0, 2)).unflatten(0, own.shape[:3])
-    where = one.target(last).units(made.shape[3])
-    for index, digests in zip(every, made.unbind(), strict=True):
-        index.digests[where] = digests

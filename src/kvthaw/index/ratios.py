@@ -48,7 +48,7 @@ class Ratios:
                 raise ConfigError(f"rho is {rho} and beta is {beta}; rho must be at least beta{other}")
 
     def limits(self, length: int) -> list[int]:
-        """The number of keys at which each tier ends, [6]; a binary vote has the last alone."""
+        """Return the number of keys at which each of the six tiers ends; without tiers all are 0 except the last."""
         rho = self.rho or next(rho for end, rho, _ in TABLE if end is None or length < end)
         ends = [_ceil(share * rho * length) for share in TIERS]
         return ends if self.tiered else [0] * 5 + ends[-1:]

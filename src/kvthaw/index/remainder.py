@@ -186,7 +186,7 @@ class RemainderIndex(AroundIndex, tested=True):
         return self.inner.state(held)
 
     def load(self, seq: int, held: Any, end: int) -> None:
-        """See Tables. With a tree, the means are computed again from the rows in the store."""
+        """See Tables. An index with snapshots saves no means; they are computed again from the rows in the store."""
         if not self.traits.snapshots:
             super().load(seq, held, end)
             return

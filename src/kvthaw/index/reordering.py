@@ -56,7 +56,7 @@ class Reordering:
 class PendingReordering:
     """A reordering that the next append puts in place.
 
-    made: once the work is done, the reorderings of all sequences that were planned together, by their numbers at that time.
+    made: once the work is done, the reorderings of all sequences that were computed together, by their numbers at that time.
     """
 
     seq: int

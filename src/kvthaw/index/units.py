@@ -30,7 +30,7 @@ class UnitIndex(TablesOnDevice, Index):
     """Tables of units, and selection by digest. Subclasses say how a batch becomes units.
 
     A digest is the mean of a unit's keys, or the box around them (`spread`). A subclass with digests of another kind overrides
-    both digest() and extend(), as NodeIndex does. A subclass with another score replaces `choice`.
+    digest(). A subclass with another score replaces `choice`.
 
     All `tables` are on the device, with a capacity that doubles, and are written in place. Data that an append overwrites is
     kept, or can be recomputed, until the next append, so that undo() works.
@@ -58,11 +58,6 @@ class UnitIndex(TablesOnDevice, Index):
     recent = Column()
     order = Column()
 
-    def __init_subclass__(cls, *, tested: bool = False) -> None:
-        super().__init_subclass__(tested=tested)
-        if cls.digest is not UnitIndex.digest and cls.extend is UnitIndex.extend:
-            raise TypeError(f"{cls.__name__} overrides digest(); it must override extend() too, which writes most digests")
-
     def __init__(self, context: IndexContext, *, size: int, batch: int, width: int, policy: Policy) -> None:
         one_of(get_args(Policy), policy=policy)
         super().__init__(context)
@@ -84,11 +79,14 @@ class UnitIndex(TablesOnDevice, Index):
     def digest(self, keys: Tensor) -> Tensor:
         """Return the digests [H, ceil(n / size), E] of units of `size` tokens in text order, the last one partial.
 
-        An append calls this only if `recent` cannot hold the kept keys and the new ones. Otherwise extend() writes the digests.
-
-        keys: [H, n, D].
+        keys: [H, n, D], a prompt's or the last ones of a sequence. H counts the heads of all sequences and layers that are
+            computed at once.
         """
         return means(keys, self.size) if self.spread is None else page_bounds(keys, self.size, spread=self.spread)
+
+    def kind(self) -> Hashable:
+        """Return a value that indexes of other layers share if their digest() is equal to this one's. By default none does."""
+        return self
 
     def close(self, full: Sequence[Full], keys: Tensor | None) -> None:
         """Form the units of full batches, which replace the batches' units in text order in the tables.
@@ -230,8 +228,7 @@ class UnitIndex(TablesOnDevice, Index):
 
     def join(self) -> None:
         """Run deferred work, and have the current stream wait for the side stream; the host does not wait."""
-        if self in self._deferred.owners:
-            self._deferred.flush()
+        super().join()
         if self._done is not None:
             torch.cuda.current_stream(self.context.device).wait_event(self._done)
             self._done = None
@@ -299,31 +296,36 @@ class UnitIndex(TablesOnDevice, Index):
         """Append so few tokens that kept keys stay in place. This takes few launches, since it happens whenever tokens leave
         rings."""
         hosts = [self.seqs[seq] for seq in seqs]
-        self.extend(keys, [Destination(seq, host.kept, *host.marks[-1]) for seq, host in zip(seqs, hosts, strict=True)])
+        self._extend(keys, [Destination(seq, host.kept, *host.marks[-1]) for seq, host in zip(seqs, hosts, strict=True)])
         n = keys.shape[2]
         full = [Full(seq, *of) for seq, host in zip(seqs, hosts, strict=True) for of in host.take(n, self.size, self.batch)]
         if full:
             self.close(full, None)
         self.sync_counts(seqs)
 
-    def extend(self, keys: Tensor, places: Sequence[Destination]) -> None:
-        """Write keys [R, H, n, D] to the tables at their places, and digests of the units that they begin or fill; see defer().
+    def _extend(self, keys: Tensor, places: Sequence[Destination]) -> None:
+        """Queue what writes keys [R, H, n, D] to the tables at their places, and digests of the units that they begin or fill.
 
-        The kernel computes means, or boxes as `spread` asks. It does not call digest(). A subclass with digests of another kind
-        calls add_keys() without digests and writes its own.
+        One kernel writes all of them, if digests are its means or boxes. Otherwise digest() computes them after it.
         """
-        self.add_keys(keys, places, self.digests)
-
-    def add_keys(self, keys: Tensor, places: Sequence[Destination], digests: Tensor | None) -> None:
-        """Queue the kernel that writes keys [R, H, n, D], stops and counts at their places.
-
-        digests: the table in which the kernel writes means or boxes; None: the caller writes the digests.
-        """
+        by_kernel = type(self).digest is UnitIndex.digest
+        digests = self.digests if by_kernel else None
         added = Added(keys, Tables(self.recent, self.stops, self.counts, self.order if self.mapped else None, digests))
         alike = tuple(places), self.size, self.first, self.spread
         work = partial(extend, places=alike[0], size=self.size, first=self.first, spread=self.spread)
-        laid_out = keys.shape, keys.stride(), keys.dtype, keys.device, self.recent.shape[2], self.mapped, digests is None
+        laid_out = keys.shape, keys.stride(), keys.dtype, keys.device, self.recent.shape[2], self.mapped, by_kernel
         self.defer((extend, *alike, *laid_out), work, added, (place.seq for place in places))
+        if by_kernel:
+            return
+        equal: dict[int, list[Destination]] = {}
+        for place in places:
+            equal.setdefault(place.kept, []).append(place)
+        for kept, some in equal.items():
+            whole = kept // self.size  # units that have all of their keys, and their digests
+            last = tuple(Full(place.seq, place.begin + whole * self.size, place.before + whole) for place in some)
+            n = kept + keys.shape[2] - whole * self.size
+            digest = partial(_digest_last, last=last, n=n)
+            self.defer((self.kind(), "digest", last, n), digest, self, (place.seq for place in some))
 
     def _join_many(self, seqs: Sequence[int], keys: Tensor) -> None:
         """Append more tokens of a sequence than fit beyond the kept keys; keys [1, H, n, D]."""
@@ -386,3 +388,16 @@ class UnitIndex(TablesOnDevice, Index):
     def _ring(self, begin: int, n: int) -> Tensor:
         """Return where places of the map from `begin` on are in the ring of recent tokens."""
         return torch.arange(begin, begin + n, device=self.recent.device) % self.recent.shape[2]
+
+
+def _digest_last(every: Sequence[UnitIndex], last: Sequence[Full], n: int) -> None:
+    """Write the digests of the last n tokens of sequences, in units in text order, for indexes of one kind.
+
+    last: where these tokens begin.
+    """
+    one = every[0]
+    own = torch.stack([index.recent[index.last_places(last, n)] for index in every])
+    made = one.digest(own.flatten(0, 2)).unflatten(0, own.shape[:3])
+    where = one.target(last).units(made.shape[3])
+    for index, digests in zip(every, made.unbind(), strict=True):
+        index.digests[where] = digests.to(index.digests.dtype)

@@ -103,7 +103,12 @@ def exact_rows(layer: OffloadedLayer, seq: int, query: Tensor, choice: Choice, p
 
 @dataclass(eq=False)
 class Recording:
-    """What one sequence recalled, by answer token: the step that chose the token. A step without a selection is empty."""
+    """What the steps recalled that chose the tokens of one answer, an item a token. A step without a selection has {}.
+
+    selected: the rows that the method selected.
+    exact: the exact top-k of equal size, if they were ranked.
+    mass: the attention mass [H] that the selection covers, if they were.
+    """
 
     selected: list[Rows] = field(default_factory=list)
     exact: list[Rows] = field(default_factory=list)

@@ -73,7 +73,7 @@ class RowFormat:
         return keys, values
 
     def convert(self, stored: Tensor) -> Tensor:
-        """Return rows that were stored in either format as this one stores them."""
+        """Return stored rows in this format, from rows stored in this format or in the other."""
         return E4M3(self.dim, self.dtype).decode(stored) if stored.dtype == torch.uint8 else stored
 
 

@@ -100,14 +100,14 @@ def _lacks(name: str, limits: Limits) -> str:
     return f"{name} would need {' and '.join(short)}" if short else ""
 
 
-def find(method: str | Method, device: torch.device, **options: Any) -> tuple[Method, Crossing | None]:
-    """Return the method of a name or "auto" on a device, and for "auto" up to where full attention is the faster way."""
-    methods, crossing = candidates(method, device, **options)
-    return methods[0], crossing
+def find(method: str | Method, device: torch.device) -> Method:
+    """Return the method of a name on a device; for "auto" the fastest at long contexts."""
+    return candidates(method, device)[0][0]
 
 
 def candidates(method: str | Method, device: torch.device, **options: Any) -> tuple[list[Method], Crossing | None]:
-    """Return as find(), for "auto" all methods that it may choose, the fastest first."""
+    """Return the methods of a name on a device: for "auto" all that it may choose, the fastest first, and the crossing up to
+    which full attention is faster."""
     name = method.partition(":")[0] if isinstance(method, str) else None
     if name is not None and name not in (AUTO, *METHODS):
         raise unknown_method(name, (AUTO, *METHODS))
@@ -125,4 +125,4 @@ def best_on(name: str) -> Best:
 
 def check_settings(method: str | Method, given: CacheConfig) -> None:
     """Raise ConfigError, without a model, for a name that is no method's, and for options and settings that it does not take."""
-    Settings.of(find(method, torch.device("cpu"))[0], given)
+    Settings.of(find(method, torch.device("cpu")), given)

@@ -72,9 +72,10 @@ _DECIDES = ("index", "regions", "keep", "anchors", "rotary")
 
 
 def digest(method: Method) -> str:
-    """Eight bytes, in hexadecimal, of all options that a method's choices depend on, by name and value, defaults among them: of its
-    index, of the functions and dataclasses that this is made with, and of the method itself. Raises TypeError for an option of
-    another kind."""
+    """Return a hash, 16 hexadecimal digits, of all options that a method's choices depend on, by name and value.
+
+    Options of the method, of its index, and of functions and dataclasses that make the index count, defaults included. Raises
+    TypeError for an option that is neither plain nor one of these."""
     stored: dict[str, Any] = {} if method.kv_dtype is None else {"kv_dtype": method.kv_dtype}
     stored["prefetches"] = method.prefetches
     stored["evicts"] = method.index is None and not method.dense  # digests of earlier results stay as they are

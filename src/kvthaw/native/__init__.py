@@ -47,12 +47,12 @@ ELEMENTS = DTYPES | {torch.float8_e4m3fn: 5}
 
 
 def isas() -> list[Isa]:
-    """Return the instruction sets of this machine and build, the plainest first."""
+    """Return the instruction sets that this machine and build have, in the order of Isa."""
     return [name for code, name in enumerate(get_args(Isa)) if _native.has_isa(code)]
 
 
 def isa_code(isa: Isa | None) -> int:
-    """Return the extension's number of an instruction set; ValueError where this machine has none such."""
+    """Return the extension's number of an instruction set, -1 for None. Raises ValueError for one that this machine lacks."""
     if isa is None:
         return -1
     if isa not in isas():
@@ -61,7 +61,7 @@ def isa_code(isa: Isa | None) -> int:
 
 
 def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> int:
-    """Return the address of a tensor that is contiguous on the host, or an error that says what it is instead."""
+    """Return the address of a tensor. Raises ValueError unless it is contiguous on the host, with this dtype and shape."""
     if (
         tensor.dtype != dtype
         or tensor.device.type != "cpu"
@@ -122,7 +122,10 @@ def admit(
 def admission(
     rows: Tensor, row_slot: Tensor, slot_row: Tensor, used: Tensor, counts: Tensor, out: tuple[Tensor, Tensor, Tensor]
 ) -> Callable[[], None]:
-    """Return admit() of what these tensors hold whenever it is called. They must be kept until then."""
+    """Return a function that does what admit() does, with the tensors' content at the time of its call.
+
+    The caller keeps the tensors alive.
+    """
     seqs, heads, width = rows.shape
     capacity, places = row_slot.shape[2] - 1, slot_row.shape[2] - 1
     if width > places:

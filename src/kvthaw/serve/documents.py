@@ -133,9 +133,9 @@ class Documents:
         Returns an error message if a file cannot be written."""
         async with self._changing(key):
             try:
-                what = await self._worker.call(partial(library.collect, key)) if self._worker.failure is None else None
-                if what is not None:
-                    await asyncio.to_thread(library.write, what)
+                write = await self._worker.call(partial(library.collect, key)) if self._worker.failure is None else None
+                if write is not None:
+                    await asyncio.to_thread(write)
                 return None
             except OSError as error:
                 reason = error.strerror or str(error)

@@ -162,7 +162,7 @@ def _text(prompt: list[int]) -> list[int]:
 
 
 def _answer(recall: Recall) -> list[int]:
-    """The tokens of the answer that are recorded."""
+    """Return the answer's first tokens, one for each step that is recorded."""
     return recall.request.tokens[: len(recall.recording.selected)]
 
 

@@ -142,7 +142,7 @@ class Sampled(Body):
 
     @property
     def json_format(self) -> JsonSchema | Literal["json_object"] | None:
-        """The JSON that the output must be; None for any text."""
+        """The JSON that the output must be: of a schema, or any object. None: the output may be any text."""
         return None
 
     @property

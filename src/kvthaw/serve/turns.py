@@ -22,8 +22,9 @@ class Read(Protocol):
 
 
 class Turns:
-    """Renders and encodes conversations through a chat template; None for the tokenizer's. Raises ConfigError as `render` does.
+    """Renders and encodes conversations through a chat template. Raises ConfigError as `render` does.
 
+    template: Jinja; None: the tokenizer's.
     tools: functions that the model may call, as templates read them.
     """
 

@@ -177,8 +177,9 @@ class Layer:
         self.close(step, torch.cat(whole), "full attention, though the budget covers the length")
 
     def expected(self, step: Step) -> Tensor:
-        """Return the attention to sink, ring and selected rows [B, Hq, D], from the text itself, with keys that the index
-        rebuilt."""
+        """Return the attention to sink, ring and selected rows, [B, Hq, D].
+
+        Keys and values are the text's, not the layer's, except keys that the index rebuilt."""
         shape, n = self.text.shape, self.cache.sequences.padded_length
         pads, begins = torch.tensor(self.text.pads)[:, None], torch.tensor(step.begins)[:, None]
         at = torch.arange(n + 1) - pads  # the last place is for padding

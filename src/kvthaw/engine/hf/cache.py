@@ -57,7 +57,7 @@ def check_settings(config: PreTrainedConfig, method: str | Method, given: CacheC
     takes."""
     config = config.get_text_config(decoder=True)
     layers = DynamicCache(config=config).layers
-    chosen, full = find(method, torch.device("cpu"))[0], _full(layers)
+    chosen, full = find(method, torch.device("cpu")), _full(layers)
     if full and not chosen.dense:
         dense_layers = _dense_layers(chosen, given, len(layers))
         offloaded_numbers(Settings.of(chosen, given, dense_layers=dense_layers), full, len(layers))
@@ -316,7 +316,7 @@ class Cache(DynamicCache):
             method's unless this cache was given it.
         """
         model, mine = self.model, self.settings
-        kv_dtype = None if find(method, model.device)[0].dense else mine.kv_dtype
+        kv_dtype = None if find(method, model.device).dense else mine.kv_dtype
         own: dict[str, Any] = {"block_size": mine.block_size, "device_memory": mine.device_memory, "kv_dtype": kv_dtype}
         if "budget" in settings or "retrieved" in settings:
             own |= {"budget": None, "retrieved": None}

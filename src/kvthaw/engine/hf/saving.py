@@ -15,7 +15,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,6 +42,8 @@ from kvthaw.version import __version__
 
 Part = tuple[str, float, dict[str, Tensor]]
 """The name of a layer's file, its softmax scale, and the tensors of the file."""
+SavedLayer = tuple[LayerShape, Mapping[int, LayerState]]
+"""The shape of a layer, and its state by sequence. An index is of the cache's kind."""
 Item = TypeVar("Item")
 Done = TypeVar("Done")
 FORMAT = 4
@@ -106,10 +107,11 @@ def load(model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], path: Path)
     held, rebuilt = read_layers(path, header, kv, model.device), dict[int, bool]()
 
     def fill(layer: OffloadedLayer | DenseLayer, step: Step) -> None:
-        _, own = next(held)
-        layer.begin(step, own.shape, own.states)
-        own.release()
-        indexed = any(state.index is not None for state in own.states.values())
+        _, (shape, states) = next(held)
+        layer.begin(step, shape, states)
+        for state in states.values():
+            state.release()
+        indexed = any(state.index is not None for state in states.values())
         rebuilt[layer.number] = not indexed and isinstance(layer, OffloadedLayer) and layer.updater is not None
 
     kv.append_stored_prompt(tokens, left_pad, fill)
@@ -127,13 +129,15 @@ def load(model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], path: Path)
 
 
 def read_layers(path: Path, header: Mapping[str, Any], kv: KVCache, device: torch.device) -> Generator[tuple[int, SavedLayer]]:
-    """Yield the layers of a cache, by number, from a folder. Raises CacheError if one has changed since it was saved."""
+    """Yield the layers of a cache, by number, from a folder, in blocks on the host.
 
+    Raises CacheError if one has changed since it was saved.
+    """
     taking = threading.Lock()  # one layer's blocks are pinned on all cores while others are read
 
     def read(number: int) -> SavedLayer:
         try:
-            return SavedLayer.read(path, header, number, kv, device, taking)
+            return _read_layer(path, header, number, kv, device, taking)
         except (CacheError, HostMemoryError, OSError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -142,49 +146,36 @@ def read_layers(path: Path, header: Mapping[str, Any], kv: KVCache, device: torc
     yield from _some_at_once([layer.number for layer in kv.layers], read, max(_AT_ONCE, min(32, os.cpu_count() or 1)))
 
 
-@dataclass(frozen=True, slots=True)
-class SavedLayer:
-    """One layer from a file, by sequence. An index is of the cache's kind."""
+def _read_layer(
+    path: Path, header: Mapping[str, Any], number: int, kv: KVCache, device: torch.device, taking: threading.Lock
+) -> SavedLayer:
+    """Read a layer into blocks.
 
-    shape: LayerShape
-    states: Mapping[int, LayerState]
-
-    def release(self) -> None:
-        """Release the blocks."""
-        for state in self.states.values():
-            state.release()
-
-    @classmethod
-    def read(
-        cls, path: Path, header: Mapping[str, Any], number: int, kv: KVCache, device: torch.device, taking: threading.Lock
-    ) -> SavedLayer:
-        """Read a layer into blocks on the host. Raises CacheError if its file has changed since it was saved.
-
-        taking: a lock held while blocks are allocated.
-        """
-        tensors, scale = _read(path, header, number), header["files"][_name(number)]["scale"]
-        seqs = range(len(header["left_pad"]))
-        lengths = [len(ids) - pad for ids, pad in zip(header["token_ids"], header["left_pad"], strict=True)]
-        if [tensors[f"rows.{seq}"].shape[1] for seq in seqs] != lengths:
-            raise ValueError(f"rows of other numbers of tokens than {lengths}")
-        queries = {seq: tensors[f"queries.{seq}"].to(device, copy=True) for seq in seqs if f"queries.{seq}" in tensors}
-        if not queries:
-            raise ValueError("no queries")
-        some = next(iter(queries.values()))
-        format = row_format(kv.settings.kv_dtype, some.shape[2], some.dtype)
-        shape = LayerShape(some[None, :, :0], some.new_empty((1, len(tensors["rows.0"]), 0, some.shape[2])), scale, format)
-        size, memory = kv.settings.block_size, kv.streams.memory
-        parts = {seq: tensors[f"rows.{seq}"].split(size, dim=1) for seq in seqs}
-        with taking:
-            memory.prepare(sum(map(len, parts.values())), shape.block_bytes(size), pinned=some.is_cuda)
-            blocks = {seq: [shape.block(size, memory).share() for _ in own] for seq, own in parts.items()}
-        for seq in seqs:
-            for block, part in zip(blocks[seq], parts[seq], strict=True):
-                block.data[:, : part.shape[1]] = format.convert(part)
-        same = header["index"] == index_kind(kv)["index"] and header["index"]["options"] is not None
-        indexes = _indexes(tensors) if same else {}
-        states = {seq: LayerState(blocks[seq], lengths[seq], format, None, queries.get(seq), indexes.get(seq)) for seq in seqs}
-        return cls(shape, states)
+    taking: a lock held while blocks are allocated.
+    """
+    tensors, scale = _read(path, header, number), header["files"][_name(number)]["scale"]
+    seqs = range(len(header["left_pad"]))
+    lengths = [len(ids) - pad for ids, pad in zip(header["token_ids"], header["left_pad"], strict=True)]
+    if [tensors[f"rows.{seq}"].shape[1] for seq in seqs] != lengths:
+        raise ValueError(f"rows of other numbers of tokens than {lengths}")
+    queries = {seq: tensors[f"queries.{seq}"].to(device, copy=True) for seq in seqs if f"queries.{seq}" in tensors}
+    if not queries:
+        raise ValueError("no queries")
+    some = next(iter(queries.values()))
+    format = row_format(kv.settings.kv_dtype, some.shape[2], some.dtype)
+    shape = LayerShape(some[None, :, :0], some.new_empty((1, len(tensors["rows.0"]), 0, some.shape[2])), scale, format)
+    size, memory = kv.settings.block_size, kv.streams.memory
+    parts = {seq: tensors[f"rows.{seq}"].split(size, dim=1) for seq in seqs}
+    with taking:
+        memory.prepare(sum(map(len, parts.values())), shape.block_bytes(size), pinned=some.is_cuda)
+        blocks = {seq: [shape.block(size, memory).share() for _ in own] for seq, own in parts.items()}
+    for seq in seqs:
+        for block, part in zip(blocks[seq], parts[seq], strict=True):
+            block.data[:, : part.shape[1]] = format.convert(part)
+    same = header["index"] == index_kind(kv)["index"] and header["index"]["options"] is not None
+    indexes = _indexes(tensors) if same else {}
+    states = {seq: LayerState(blocks[seq], lengths[seq], format, None, queries.get(seq), indexes.get(seq)) for seq in seqs}
+    return shape, states
 
 
 def _read(path: Path, header: Mapping[str, Any], number: int) -> dict[str, Tensor]:
