@@ -139,4 +139,4 @@ def _offloaded(cache: KVCache, tokens: Iterator[Tokens], shared: bool) -> Iterat
         if isinstance(layer, OffloadedLayer):
             layer.wait()
             if shared and first is not None and layer is not first and layer.store.length(0):
-                layer.store.share(first.store)
+                layer.store.adopt(0, first.store.blocks(0), first.store.length(0))

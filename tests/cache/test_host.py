@@ -42,7 +42,8 @@ def rows(numbers: list[int]) -> torch.Tensor:
 def shared(store: HostStore) -> HostStore:
     """Another store of the same blocks."""
     twin = HostStore(store.seqs, HEADS, DIM, torch.float32, block_size=BLOCK_SIZE, memory=store.allocator.memory)
-    twin.share(store)
+    for seq in range(store.seqs):
+        twin.adopt(seq, store.blocks(seq), store.length(seq))
     return twin
 
 
@@ -197,12 +198,14 @@ def test_blocks_are_pinned() -> None:
 
 
 def test_a_store_shares_the_rows_of_another_until_either_writes() -> None:
-    first, second = (HostStore(seqs, HEADS, DIM, torch.float32, block_size=BLOCK_SIZE) for seqs in (2, 1))
+    first, second = (HostStore(2, HEADS, DIM, torch.float32, block_size=BLOCK_SIZE) for _ in range(2))
     first.append(0, rows([1, 2, 3, 4, 5, 6]))
     first.append(1, rows([7]))
     second.append(0, rows([9, 9]))
-    version = second.table.version
-    second.share(first)
+    (old,), version = second.blocks(0), second.table.version
+    for seq in range(2):
+        second.adopt(seq, first.blocks(seq), first.length(seq))
+    assert old.owners == 0
     assert second.table.version > version
     assert [second.length(seq) for seq in range(second.seqs)] == [6, 1]
     assert second.table.row(0).tolist() == first.table.row(0).tolist()
@@ -229,22 +232,12 @@ def test_a_block_that_moves_leaves_the_old_one_to_other_stores() -> None:
     store, other = (HostStore(seqs, HEADS, DIM, torch.float32, block_size=BLOCK_SIZE) for seqs in (2, 1))
     store.append(0, rows(list(range(BLOCK_SIZE))))
     store.reorder([0, 0])
-    other.share(store)
-    other.reorder([0])
+    other.adopt(0, store.blocks(0), BLOCK_SIZE)
     (old,) = other.blocks(0)
     new = Block(old.data.clone())
     assert store.replace(old, new)
     assert (old.owners, new.owners) == (1, 2)
     assert not store.replace(old, Block(old.data.clone())), "no sequence has it any more"
-
-
-def test_stores_of_other_sizes_share_nothing() -> None:
-    one, other = (
-        HostStore(1, HEADS, DIM, torch.float32, block_size=BLOCK_SIZE),
-        HostStore(1, HEADS, DIM, torch.float32, block_size=8),
-    )
-    with pytest.raises(ValueError, match="cannot share"):
-        one.share(other)
 
 
 def test_a_wait_for_rows_on_their_way_is_for_the_last_of_them_and_once() -> None:

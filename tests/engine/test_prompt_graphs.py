@@ -91,7 +91,7 @@ def test_what_was_in_the_buffers_before_does_not_matter(model: PreTrainedModel) 
     served(batch, IDS[-1:])
     assert batch.prompts.graphs is not None
     for layer in batch.prompts.graphs._layers:
-        for tensor in (layer._kv, layer._queries):
+        for tensor in (layer.kv, layer.queries):
             tensor.fill_(float("nan"))
     assert tokens(served(batch, IDS)) == expected
 
@@ -206,7 +206,7 @@ def test_a_prompt_that_is_not_finite_fails_alone(model: PreTrainedModel, monkeyp
 
     def poisoned(graphs: PromptGraphs, length: int) -> None:
         plain(graphs, length)
-        graphs._layers[1]._kv[:, :, 5] = float("inf")
+        graphs._layers[1].kv[:, :, 5] = float("inf")
 
     monkeypatch.setattr(PromptGraphs, "_run", poisoned)
     scheduler = Scheduler(batch)

@@ -15,7 +15,7 @@ from kvthaw.cache.checkpoint import Checkpoints
 from kvthaw.cache.chooser import Chooser, Layer, make_layers, offloaded_numbers
 from kvthaw.cache.device_layers import DenseLayer, WindowLayer
 from kvthaw.cache.finite import FiniteCheck, check_prompts
-from kvthaw.cache.layer_base import AttentionParams, LayerKV, LayerPrompt, LayerShape, PrefillKV
+from kvthaw.cache.layer_base import AttentionParams, LayerKV, PrefillKV
 from kvthaw.cache.lengths import WHOLE
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings
@@ -24,7 +24,6 @@ from kvthaw.cache.step import Known, Step, roomier
 from kvthaw.cache.streams import Streams
 from kvthaw.errors import CacheError
 from kvthaw.kernels.local import Span
-from kvthaw.kernels.row_format import row_format
 
 
 class Forward:
@@ -107,22 +106,6 @@ class Forward:
         if place == len(self._places) - 1:
             self._commit(step)
         return out
-
-    def append(self, prompts: Sequence[LayerPrompt]) -> None:
-        """Store the whole prompt of one sequence as attend() does in all layers, after a forward that ran without the cache.
-
-        prompts: of each layer.
-        """
-        coming = iter(prompts)
-
-        def fill(layer: OffloadedLayer | DenseLayer, step: Step) -> PrefillKV | None:
-            new = next(coming)
-            kv_format = row_format(self.settings.kv_dtype, new.keys.shape[3], new.keys.dtype)
-            layer.prepare(step, LayerShape(new.queries[:, :, :0], new.keys[:, :, :0], new.scale, kv_format))
-            return layer.append(step, new.queries, new.keys, new.values)
-
-        self.streams.follow(prompts[0].keys.device)
-        self.append_stored_prompt(prompts[0].keys.shape[2], None if self.sequences.count > 1 else [0], fill)
 
     def append_stored_prompt(
         self, tokens: int, left_pad: Sequence[int] | None, fill: Callable[[OffloadedLayer | DenseLayer, Step], PrefillKV | None]

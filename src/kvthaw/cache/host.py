@@ -243,18 +243,6 @@ class HostStore:
         self._length[seq] = length
         self.table.changed(seq)
 
-    def share(self, other: HostStore) -> None:
-        """Hold the rows of another store instead of one's own. Blocks are shared until either store writes into one.
-
-        Raises ValueError if rows or blocks of the two differ in size.
-        """
-        if self.allocator.kind != other.allocator.kind:
-            raise ValueError(f"a store of {self.allocator.kind} cannot share rows of one of {other.allocator.kind}")
-        blocks = [[block.share() for block in blocks] for blocks in other.table.blocks]
-        self.release()
-        self.table.blocks, self._length = blocks, list(other._length)
-        self.table.changed(*range(self.seqs))
-
     def view(self) -> HostStore:
         """Return a store without rows that a thread of its own may read while this one changes; see hold()."""
         twin = copy.copy(self)
@@ -271,8 +259,11 @@ class HostStore:
         return list(self.table.blocks[seq])
 
     def adopt(self, seq: int, blocks: Sequence[Block], length: int) -> None:
-        """Start an empty sequence with the first `length` rows of `blocks`, which are shared until it writes into one."""
-        self.table.blocks[seq], self._length[seq] = [block.share() for block in blocks], length
+        """Start a sequence with the first `length` rows of `blocks`, which are shared until it writes into one."""
+        before, self.table.blocks[seq] = self.table.blocks[seq], [block.share() for block in blocks]
+        for block in before:
+            block.release()
+        self._length[seq] = length
         self.table.changed(seq)
 
     def reorder(self, seqs: Sequence[int]) -> None:

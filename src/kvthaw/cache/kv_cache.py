@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from kvthaw.cache import passes
+from kvthaw.cache.chooser import Layer
 from kvthaw.cache.device_layers import DenseLayer, WindowLayer
 from kvthaw.cache.finite import FiniteCheck, check_prompts
 from kvthaw.cache.forward import Forward
@@ -164,7 +165,7 @@ class KVCache(Forward):
         for part in (*self.layers, self.sequences):
             part.reorder(order)
 
-    def clone(self, sequences: Lengths, layers: Iterable[LayerKV]) -> None:
+    def clone(self, sequences: Lengths, layers: Iterable[Layer]) -> None:
         """Copy the tokens of `layers`, which belong to another cache, into this empty one as its prompt, layer by layer."""
         others = iter(layers)
 
@@ -227,7 +228,7 @@ class KVCache(Forward):
         return collect(self.settings, self.sequences, self.layers, self.chooser.reason)
 
 
-def _clone(layer: OffloadedLayer | DenseLayer, step: Step, other: LayerKV) -> None:
+def _clone(layer: OffloadedLayer | DenseLayer, step: Step, other: Layer) -> None:
     """Copy the tokens of another cache's layer, which are the step's tokens.
 
     Rows that the other layer has on the host are shared. An index that would be the same is copied instead of built.
@@ -244,10 +245,10 @@ def _clone(layer: OffloadedLayer | DenseLayer, step: Step, other: LayerKV) -> No
     if isinstance(layer, OffloadedLayer):
         _check_queries(layer, other)
         layer.prepare(step, LayerShape.of(other, 0, None))
-        if isinstance(other, DenseLayer):
-            layer.store.share(other.offloaded(layer.settings.block_size, layer.store.format))
-        elif isinstance(other, OffloadedLayer) and other.storage.lends(layer.storage):
-            layer.store.share(other.store)
+        own = layer.store
+        lent = other.offloaded(own.block_size, own.format) if isinstance(other, DenseLayer) else other.store
+        for seq in range(lent.seqs if isinstance(other, DenseLayer) or other.storage.lends(layer.storage) else 0):
+            own.adopt(seq, lent.blocks(seq), lent.length(seq))
     passes.take_over(layer, other, step)
 
 

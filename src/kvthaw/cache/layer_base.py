@@ -68,21 +68,6 @@ class PrefillKV:
         return self.keys[row.row, :, row.places], self.values[row.row, :, row.places]
 
 
-@dataclass(frozen=True, slots=True)
-class LayerPrompt:
-    """The prompt of one sequence in a layer, from a forward that ran without the cache.
-
-    queries: the last ones, [1, Hq, W, D].
-    keys, values: [1, H, T, D].
-    scale: softmax scale.
-    """
-
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
-    scale: float
-
-
 class RecentQueries(dict[int, Tensor]):
     """The last queries of each sequence's prompt, [Hq, W, D]. A sequence whose first tokens were decode steps has none.
 

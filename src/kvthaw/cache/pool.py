@@ -189,8 +189,8 @@ class Residency:
     def _tables(self, seqs: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.row_slot[:seqs], self.slot_row[:seqs], self.used[:seqs], self.counts
 
-    def clear(self, seq: int, length: int = 0) -> None:
-        """Drop the rows >= length of a sequence."""
+    def clear(self, seq: int | slice, length: int = 0) -> None:
+        """Drop the rows >= length of a sequence or of several."""
         if length == 0:
             for table in (self.slot_row, self.row_slot, self.latest):
                 table[seq].fill_(-1)
@@ -199,7 +199,7 @@ class Residency:
         gone = self.slot_row[seq] >= length
         self.slot_row[seq].masked_fill_(gone, -1)
         self.used[seq].masked_fill_(gone, 0)
-        self.row_slot[seq, :, length:] = -1
+        self.row_slot[seq][..., length:] = -1
         self.latest[seq].masked_fill_(self.latest[seq] >= length, -1)
 
     def reorder(self, seqs: Tensor) -> None:

@@ -88,8 +88,7 @@ class Retriever:
 
     def forget_step(self) -> None:
         """Forget the choices of a failed step, which may have assigned slots without filling them and queried the index."""
-        for seq in range(self.residency.slot_row.shape[0]):
-            self.residency.clear(seq)
+        self.residency.clear(slice(None))
         if self._asked_by is not None and self._asked_by is self.sequences.step:
             for _ in range(self._asks):
                 self.index.unask()
@@ -196,8 +195,7 @@ class Retriever:
     def _evict_all(self, seqs: int) -> None:
         """Empty all slots if the method keeps no rows between steps."""
         if self.method.keep == 0:
-            for seq in range(seqs):
-                self.residency.clear(seq)
+            self.residency.clear(slice(seqs))
 
     def truncate(self, seq: int, length: int, *, exactly: bool = False) -> None:
         """Remove positions >= length of a sequence.

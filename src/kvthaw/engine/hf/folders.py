@@ -8,7 +8,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 OWN = 0o700
@@ -21,12 +21,18 @@ def working_folder(path: Path) -> Iterator[Path]:
     """Create a temporary folder next to `path`, locked until it is deleted. Folders of dead processes for this path are
     cleaned up first."""
     clean(path.parent, path.name)
-    folder, lock = _new_folder(path)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        with suppress(FileNotFoundError, BlockingIOError), ExitStack() as locked:
+            locked.enter_context(_lock(folder))
+            if folder.exists():  # else another process's clean() deleted it before it was locked
+                held = locked.pop_all()
+                break
+    with held:
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def clean(parent: Path, name: str | None = None) -> None:
@@ -71,36 +77,15 @@ def delete_folder(path: Path) -> None:
         sync(path.parent)
 
 
-def _new_folder(path: Path) -> tuple[Path, int]:
-    """Create a new folder next to `path` and lock it. Repeats if another process's clean() deleted it before the lock."""
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-        with suppress(FileNotFoundError, BlockingIOError):
-            lock = _locked(folder)
-            if folder.exists():
-                return folder, lock
-            os.close(lock)
-
-
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
     """Hold a folder's lock. Raises BlockingIOError if another process holds it."""
-    handle = _locked(folder)
-    try:
-        yield
-    finally:
-        os.close(handle)
-
-
-def _locked(folder: Path) -> int:
-    """Return a handle that holds a folder's lock until it is closed. Raises BlockingIOError if another process holds it."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BaseException:
+        yield
+    finally:
         os.close(handle)
-        raise
-    return handle
 
 
 def put(new: Path, path: Path, old: Path) -> None:

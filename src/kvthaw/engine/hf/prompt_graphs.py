@@ -15,8 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 
+from kvthaw.cache.device_layers import DenseLayer
 from kvthaw.cache.device_memory import uncollected
-from kvthaw.cache.layer_base import AttentionParams, LayerPrompt
+from kvthaw.cache.layer_base import AttentionParams, LayerShape, PrefillKV
+from kvthaw.cache.offloaded_layer import OffloadedLayer
+from kvthaw.cache.step import Step
 from kvthaw.cache.streams import SegmentedGraph
 from kvthaw.engine.graph_runner import forward_needs_host
 from kvthaw.engine.hf.batch_cache import BatchCache, packs
@@ -24,6 +27,7 @@ from kvthaw.engine.hf.cache_argument import CACHE
 from kvthaw.engine.hf.fused import fused
 from kvthaw.engine.hf.layer import CacheLayer, TaggingLayer, uses_flash_attention_4
 from kvthaw.errors import first_line
+from kvthaw.kernels.row_format import row_format
 
 _log = logging.getLogger(__name__)
 LENGTHS = (*range(128, 1024, 128), *range(1024, 2048, 256), 2048)
@@ -86,9 +90,19 @@ class PromptGraphs:
         else:
             self._run(length)
             self._graphs[length] = None
-        prompts = [layer.prompt(tokens) for layer in self._layers]
-        first.check(prompts[0].keys, [0], before=0)
-        self._cache.kv.append(prompts)
+        first.check(self._layers[0].kv[:, :, :tokens, 0], [0], before=0)
+        kv, coming = self._cache.kv, iter(self._layers)
+
+        def fill(layer: OffloadedLayer | DenseLayer, step: Step) -> PrefillKV | None:
+            """Copy the tokens from the buffers, which the next forward overwrites. A layer copies queries itself."""
+            new = next(coming)
+            (keys, values), queries = new.kv[:, :, :tokens].clone().unbind(3), new.queries[:, :, -tokens:]
+            kv_format = row_format(kv.settings.kv_dtype, keys.shape[3], keys.dtype)
+            layer.prepare(step, LayerShape(queries[:, :, :0], keys[:, :, :0], new.scale, kv_format))
+            return layer.append(step, queries, keys, values)
+
+        kv.streams.follow(ids.device)
+        kv.append_stored_prompt(tokens, None if kv.sequences.count > 1 else [0], fill)
         return self._logits.clone()
 
     @torch.inference_mode(False)
@@ -146,19 +160,16 @@ class _Recorder(TaggingLayer):
     most: tokens that the buffers have room for.
     flash4: see TaggingLayer.
     places: the tokens whose queries are kept, on the device.
+    kv: their keys and values, [1, H, most, 2, D].
+    queries: the last ones, [1, Hq, W, D].
     """
 
     def __init__(self, most: int, places: Tensor, flash4: bool) -> None:
         super().__init__()
         self.flash4 = flash4
-        self._most, self._places, self._scale = most, places, 0.0
-        self._kv = self._queries = torch.empty(0)
+        self._most, self._places, self.scale = most, places, 0.0
+        self.kv = self.queries = torch.empty(0)
         self.is_initialized = True  # nothing to initialise early
-
-    def prompt(self, tokens: int) -> LayerPrompt:
-        """Copy the first tokens from the buffers, which the next forward overwrites. A layer copies queries itself."""
-        keys, values = self._kv[:, :, :tokens].clone().unbind(3)
-        return LayerPrompt(self._queries[:, :, -tokens:], keys, values, self._scale)
 
     def attend(
         self,
@@ -171,12 +182,12 @@ class _Recorder(TaggingLayer):
     ) -> Tensor:
         """Attend causally: query [1, Hq, T, D], key and value [1, H, T, D]. Returns [1, Hq, T, D]."""
         heads, dim = key.shape[1], key.shape[3]
-        if not self._kv.numel():
-            self._kv = key.new_empty((1, heads, self._most, 2, dim))
-            self._queries = query.new_empty((1, query.shape[1], len(self._places), dim))
-        self._scale, new = attention.scale, self._kv[:, :, : key.shape[2]]
+        if not self.kv.numel():
+            self.kv = key.new_empty((1, heads, self._most, 2, dim))
+            self.queries = query.new_empty((1, query.shape[1], len(self._places), dim))
+        self.scale, new = attention.scale, self.kv[:, :, : key.shape[2]]
         new[:, :, :, 0], new[:, :, :, 1] = key, value
-        self._queries.copy_(query.index_select(2, self._places))
+        self.queries.copy_(query.index_select(2, self._places))
         return attention.causal(query, key, value)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
