@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -180,8 +181,10 @@ def test_sequences_that_stand_alike_are_planned_at_once_and_as_alone(
 ) -> None:
     """As many as have so many bytes of keys; the third of these has other tokens than the others."""
     calls: list[int] = []
-    real = HybridIndex._jobs
-    monkeypatch.setattr(HybridIndex, "_jobs", lambda self, seqs, *given: (calls.append(len(seqs)), real(self, seqs, *given))[1])
+    real = HybridIndex._pieces
+    monkeypatch.setattr(
+        HybridIndex, "_pieces", lambda self, seqs, *given: (calls.append(len(seqs)), real(self, seqs, *given))[1]
+    )
     monkeypatch.setattr(module, "_KEYS", 2 * 240 * 2 * 64 * 4)
     monkeypatch.setattr(module, "_PIECE", piece * 2 * 64 * 4)
     monkeypatch.setattr(reordering, "_OBSERVED", observed * 2 * 64 * 4)
@@ -359,6 +362,30 @@ def test_an_undone_append_leaves_the_map_as_it_was() -> None:
     assert torch.equal(seqs.index.order[:, :, :123], before)
     seqs.length[0] = start
     seqs.select(40)
+
+
+@pytest.mark.parametrize("failing", ["log_sums", "mass", "choose_static", "page_bounds"])
+@pytest.mark.parametrize("observed", [500, 50])
+def test_a_piece_that_lacks_memory_is_done_again(failing: str, observed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reordering, "_OBSERVED", observed * 2 * 64 * 4)
+    plain, short = (Seqs(partial(SMALL, share=0.5), [200, 200]) for _ in range(2))
+    for seqs in (plain, short):
+        seqs.select(40)
+        seqs.append(20)
+    real, failed = getattr(reordering, failing), list[int]()
+
+    def fail(*given: Any, **how: Any) -> Any:
+        if not failed:
+            failed.append(1)
+            raise torch.OutOfMemoryError("no memory")
+        return real(*given, **how)
+
+    monkeypatch.setattr(reordering, failing, fail)
+    run_all(short)
+    assert failed
+    for seqs in (plain, short):
+        seqs.append(1)
+    assert all(same(table(hybrid(plain), seq), table(hybrid(short), seq)) for seq in range(2))
 
 
 def test_short_sequences_are_read_and_observed_in_few_jobs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -15,10 +15,11 @@ from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.cache.ranks import ALONE, Ranks
 from kvthaw.errors import ConfigError
 from kvthaw.index.observed import ObservedIndex
-from kvthaw.index.reordering import PendingReordering, Reordering, StaticChoice
+from kvthaw.index.reordering import PendingReordering, Reordering, reordered, spans
 from kvthaw.index.tables import Held
 from kvthaw.index.unit_counts import Seq
 from kvthaw.index.units import UnitIndex
+from kvthaw.kernels.kmeans import whole
 from kvthaw.kernels.page_bounds import Spread
 from kvthaw.kernels.unit_select import Policy
 
@@ -179,39 +180,15 @@ class HybridIndex(ObservedIndex, tested=True):
         self, seqs: Sequence[int], keys: Tensor, queries: Tensor, weights: Tensor, ends: Tensor | None = None
     ) -> list[Reordering]:
         """Choose static sets of one size by the windows' queries, from keys [R, H, T, D], and the pages of the other tokens."""
-        made: dict[int, Reordering] = {}
-        for job in self._jobs(seqs, keys.shape[2], lambda: keys, (queries, weights, ends), made):
-            job()
-        return [made[seq] for seq in seqs]
+        return whole(self._pieces(seqs, lambda: keys, (queries, weights, ends)))
 
-    def _jobs(
-        self,
-        seqs: Sequence[int],
-        tokens: int,
-        keys: Callable[[], Tensor],
-        windows: tuple[Tensor, Tensor, Tensor | None],
-        made: dict[int, Reordering],
-    ) -> list[Callable[[], None]]:
-        """Return reorderings() of sequences of `tokens` tokens as jobs, to run once all their keys are there. The last job fills
-        `made`."""
-        context, choices = self.context, list[StaticChoice]()
-        spans = StaticChoice.spans(context.kv_heads, tokens, context.head_dim * context.dtype.itemsize)
-
-        def begin() -> None:
-            (queries, weights, ends), all_keys = windows, keys()
-            count, flat = self._count(seqs[0], all_keys[0], ends), all_keys.flatten(0, 1)
-            asked = queries.flatten(0, 1), weights.repeat_interleave(context.kv_heads, dim=0)
-            choices[:] = [StaticChoice(flat, *asked, context.scale, count, self.first, self.size, self.spread, len(seqs))]
-
-        def end() -> None:
-            choices[0].finish()
-            made.update(zip(seqs, choices[0].made, strict=True))
-            choices.clear()
-
-        jobs = [begin, *(lambda span=span: choices[0].observe(span) for span in spans)]
-        jobs += [*(lambda span=span: choices[0].weigh(span) for span in spans), lambda: choices[0].choose()]
-        jobs += [*(lambda span=span: choices[0].bound(span) for span in spans), end]
-        return jobs if len(spans) > 1 else [partial(_all, jobs)]
+    def _pieces(
+        self, seqs: Sequence[int], keys: Callable[[], Tensor], windows: tuple[Tensor, Tensor, Tensor | None]
+    ) -> Generator[None, None, list[Reordering]]:
+        """Make reorderings() in pieces; see `reordered`. keys() is called with the first piece."""
+        (queries, weights, ends), held = windows, keys()
+        how: dict[str, Any] = {"scale": self.context.scale, "first": self.first, "page": self.size, "spread": self.spread}
+        return (yield from reordered(held, queries, weights, count=self._count(seqs[0], held[0], ends), **how))
 
     def _count(self, seq: int, keys: Tensor, ends: Tensor | None) -> int:
         """Return the size of a sequence's static set, keys [H, T, D].
@@ -269,17 +246,28 @@ class HybridIndex(ObservedIndex, tested=True):
             for some in [own] if whole else [slice(i, i + 1) for i in there]:
                 self._read(seqs[some], at, held()[some, :, at : min(at + most, old)])
 
-        def finish(last_job: Callable[[], None]) -> None:
-            last_job()
-            keys.clear()
+        pieces = self._pieces(seqs, held, windows)
+
+        def advance(*, last: bool = False) -> None:
+            nonlocal pieces
+            try:
+                if not last:
+                    next(pieces)
+                    return
+                made.update(zip(seqs, whole(pieces), strict=True))
+                keys.clear()
+            except BaseException:  # the next job begins again
+                pieces = self._pieces(seqs, held, windows)
+                raise
 
         at_once = max(1, most // max(1, old))  # sequences
         owns = [slice(i, i + at_once) for i in range(0, len(seqs), at_once)]
-        *jobs, end = self._jobs(seqs, old + last.shape[2], held, windows, made)
         reads = [partial(read, own, at) for own in owns for at in range(0, old, most)]
         used = last, *(x for x in windows if x is not None)
         steps = self.context.regions.buffer  # until the next append
-        work = self._side.spread(last.device, [*reads, *jobs, partial(finish, end)], steps, *used)
+        parts = len(spans(self.context.kv_heads, old + last.shape[2], last[0, 0, 0].nbytes))
+        jobs: list[Callable[[], None]] = [advance] * (3 * parts if parts > 1 else 0)
+        work = self._side.spread(last.device, [*reads, *jobs, partial(advance, last=True)], steps, *used)
         for seq in seqs:
             self.statics[seq].pending = PendingReordering(seq, made, self._side, work)
 
@@ -337,8 +325,3 @@ class HybridIndex(ObservedIndex, tested=True):
     def _read(self, seqs: Sequence[int], at: int, out: Tensor) -> None:
         """Copy the keys of sequences from token `at` on to out [R, H, n, D]."""
         self.context.store.copy_keys(seqs, self.first + at, out)
-
-
-def _all(jobs: Sequence[Callable[[], None]]) -> None:
-    for job in jobs:
-        job()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Generator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -94,69 +95,46 @@ def choose_static(mass: Tensor, count: int, first: int) -> Tensor:
     return first + torch.cat((top, others), dim=1)
 
 
-@dataclass(slots=True)
-class StaticChoice:
-    """The choice of the static tokens of R sequences, and the pages of their other tokens, in pieces that take about as long.
+def spans(heads: int, tokens: int, key_bytes: int) -> list[slice]:
+    """Return the tokens of a sequence that are observed at once; how many sequences there are does not matter."""
+    most = max(1, _OBSERVED // (heads * key_bytes))
+    return [slice(at, min(at + most, tokens)) for at in range(0, tokens, most)]
 
-    keys [R H, T, D]; queries [R H, W, D] and their weights [R H, W].
+
+def reordered(
+    keys: Tensor, queries: Tensor, weights: Tensor, *, scale: float, count: int, first: int, page: int, spread: Spread
+) -> Generator[None, None, list[Reordering]]:
+    """Choose the static tokens of R sequences and make the pages of their other tokens, in pieces that take about as long.
+
+    Each of `spans` is a piece three times.
+
+    keys: [R, H, T, D].
+    queries, weights: [R, H, W, D] and [R, W].
     count: how many tokens are static.
-    first: the position of the first one. made, once all jobs are done in order: of each sequence its Reordering. A job that
-        failed may be done again.
+    first: the position of the first token.
     """
-
-    keys: Tensor
-    queries: Tensor
-    weights: Tensor
-    scale: float
-    count: int
-    first: int
-    page: int
-    spread: Spread
-    seqs: int
-    made: list[Reordering] = field(default_factory=list)
-    _sums: dict[int, Tensor] = field(default_factory=dict)
-    _mass: dict[int, Tensor] = field(default_factory=dict)
-    _order: list[Tensor] = field(default_factory=list)
-    _digests: dict[int, Tensor] = field(default_factory=dict)
-
-    @staticmethod
-    def spans(heads: int, tokens: int, key_bytes: int) -> list[slice]:
-        """Return the tokens of a sequence that are observed at once; how many sequences there are does not matter."""
-        most = max(1, _OBSERVED // (heads * key_bytes))
-        return [slice(at, min(at + most, tokens)) for at in range(0, tokens, most)]
-
-    def observe(self, span: slice) -> None:
-        """Add some tokens to the denominators of the queries' softmax."""
-        self._sums[span.start] = log_sums(self.queries, self.keys[:, span], scale=self.scale)
-
-    def weigh(self, span: slice) -> None:
-        """Compute the attention mass of tokens that have all been observed."""
-        sums = list(self._sums.values())
-        total = sums[0] if len(sums) == 1 else torch.stack(sums).logsumexp(dim=0)
-        self._mass[span.start] = mass(self.queries, self.keys[:, span], total, self.weights, scale=self.scale)
-
-    def choose(self) -> None:
-        """Choose the static tokens, once all tokens have been weighed."""
-        weighed = list(self._mass.values())
-        self._order = [choose_static(weighed[0] if len(weighed) == 1 else torch.cat(weighed, dim=1), self.count, self.first)]
-
-    def bound(self, span: slice) -> None:
-        """Make pages of the others, as many as some tokens have."""
-        (order,), tokens = self._order, self.keys.shape[1]
-        start, stop = (self.count + min(at // self.page * self.page, tokens - self.count) for at in (span.start, span.stop))
-        stop = tokens if span.stop == tokens else stop
-        rest = (order[:, start:stop] - self.first).long()
-        self._digests[span.start] = page_bounds(self.keys, self.page, spread=self.spread, order=rest)
-
-    def finish(self) -> None:
-        """Put the pages together."""
-        (order,), tokens = self._order, self.keys.shape[1]
-        others, made = tokens - self.count, list(self._digests.values())
-        digests = made[0] if len(made) == 1 else torch.cat(made, dim=1)
-        ends = torch.arange(digests.shape[1] + 1, device=order.device) * self.page
-        stops = (self.count + ends.clamp(max=others)).expand(len(order), -1)
-        kept = (others - 1) % self.page + 1 if others else 0
-        rest = (order[:, tokens - kept :, None] - self.first).long()
-        tail = self.keys.gather(1, rest.expand(-1, -1, self.keys.shape[2]))
-        of_seqs = (tensor.unflatten(0, (self.seqs, -1)).unbind() for tensor in (order, digests, stops.int(), tail))
-        self.made = [Reordering(own, self.count, *pages) for own, *pages in zip(*of_seqs, strict=True)]
+    seqs, heads, tokens, dim = keys.shape
+    keys, queries, weights = keys.flatten(0, 1), queries.flatten(0, 1), weights.repeat_interleave(heads, dim=0)
+    parts, sums, masses, pages = spans(heads, tokens, dim * keys.itemsize), list[Tensor](), list[Tensor](), list[Tensor]()
+    for span in parts:
+        sums.append(log_sums(queries, keys[:, span], scale=scale))
+        yield
+    total = sums[0] if len(sums) == 1 else torch.stack(sums).logsumexp(dim=0)
+    for span in parts:
+        masses.append(mass(queries, keys[:, span], total, weights, scale=scale))
+        yield
+    order = choose_static(masses[0] if len(masses) == 1 else torch.cat(masses, dim=1), count, first)
+    others = tokens - count
+    for span in parts:  # the others are cut where the tokens are, at whole pages
+        start, stop = (count + min(at // page * page, others) for at in (span.start, span.stop))
+        rest = (order[:, start : tokens if span.stop == tokens else stop] - first).long()
+        pages.append(page_bounds(keys, page, spread=spread, order=rest))
+        yield
+    digests = pages[0] if len(pages) == 1 else torch.cat(pages, dim=1)
+    ends = torch.arange(digests.shape[1] + 1, device=order.device) * page
+    stops = (count + ends.clamp(max=others)).expand(len(order), -1)
+    kept = (others - 1) % page + 1 if others else 0
+    rest = (order[:, tokens - kept :, None] - first).long()
+    tail = keys.gather(1, rest.expand(-1, -1, dim))
+    of_seqs = (tensor.unflatten(0, (seqs, heads)).unbind() for tensor in (order, digests, stops.int(), tail))
+    return [Reordering(own, count, *rows) for own, *rows in zip(*of_seqs, strict=True)]
