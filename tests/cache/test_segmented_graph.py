@@ -95,10 +95,8 @@ class Weighs(TreeIndex):
     prepare = Index.prepare
 
     def select(self, query: Tensor, budget: int) -> Selection:
-        heads = len(query), self.context.kv_heads
-        rows, counts = (torch.empty(size, dtype=torch.int32) for size in ((*heads, budget), heads))
-        TreeIndex.prepare(self, query.contiguous(), budget, rows, counts)()
-        return Selection(rows, counts, torch.zeros((*query.shape[:2], budget)))
+        found = super().select(query, budget)
+        return replace(found, log_weight=torch.zeros((*query.shape[:2], budget)))
 
 
 def test_weights_made_on_the_host_are_not_dropped(llama: PreTrainedModel) -> None:

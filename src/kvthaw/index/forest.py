@@ -84,7 +84,7 @@ class TreeIndex(Index, tested=True):
         A sequence that holds no more than the budget is selected whole, without a search."""
         heads, here = (len(query), self.context.kv_heads), query.to(device="cpu", dtype=torch.float32).contiguous()
         rows, counts = (torch.empty(size, dtype=torch.int32) for size in ((*heads, max(0, budget)), heads))
-        self.prepare(here, budget, rows, counts)()
+        TreeIndex.prepare(self, here, budget, rows, counts)()  # a subclass may prepare by this select()
         return Selection(rows.to(query.device), counts.to(query.device))
 
     def prepare(self, query: Tensor, budget: int, rows: Tensor, counts: Tensor) -> Callable[[], None]:
