@@ -99,7 +99,7 @@ class Conversation:
         self.tokens, self._segments, self.prefilled = ids, [(text, ids)], len(ids) - done
 
     def save(self, path: Path) -> None:
-        """Save the conversation and its KV in a folder, which resume() takes up, and a server as a context."""
+        """Save the conversation and its KV in a folder. resume() continues it, and a server loads it as a context."""
         held, about = self.tokens[: self.cache.get_seq_length()], list[dict[str, Any]](self.messages)
         alone = {"document": self.document} if self.document else None
         if about and self.document:  # two parts tell where the document ends
@@ -196,7 +196,7 @@ class Conversation:
         return self.tokens[: self.cache.get_seq_length()]
 
     def _begin(self, content: str) -> str:
-        """Return what all prompts begin with whose first message begins with a text."""
+        """Return the common beginning of the prompts whose first message begins with `content`."""
         one, other = (self._render(content + end) for end in ("a", "b"))
         return one[: common(one, other)]
 

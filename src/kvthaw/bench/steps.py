@@ -50,11 +50,11 @@ class Steps:
 
     @property
     def mean(self) -> float:
-        """Seconds a step, updates counted."""
+        """Mean seconds of a step, steps that update an index included."""
         return statistics.mean(self.gaps)
 
     def quantile(self, share: float) -> float:
-        """Return the gap that so large a share of the others does not exceed."""
+        """Return a quantile of the gaps, for example their median for a share of 0.5."""
         return sorted(self.gaps)[min(len(self.gaps) - 1, round(share * len(self.gaps)))]
 
     def elapsed(self) -> dict[str, float]:

@@ -64,8 +64,8 @@ class Chooser:
     Without full_below the method applies from the first token on.
 
     Full attention holds KV in tensors with room for every sequence's capacity. If a running batch lacks room for these, it
-    holds KV of all layers in blocks (FullLayer), provided that one sequence fits. Admission then lets requests wait that
-    block_room() does not hold.
+    holds KV of all layers in blocks (FullLayer), provided that one sequence fits. A request for which
+    block_room() is too small then waits for admission.
 
     layers: the layers in force, as a tuple that is replaced, never modified.
     offloaded: the layers in force that are OffloadedLayers.

@@ -41,7 +41,7 @@ class Rows:
 
 
 def spread(count: int, rows: int) -> list[tuple[int, int]]:
-    """Even spans of `count` samples, of no more than `rows` each."""
+    """Divide `count` samples into the fewest spans (start, stop) of at most `rows` samples, as equal as possible."""
     parts = -(-count // rows)
     return [(count * i // parts, count * (i + 1) // parts) for i in range(parts)]
 
@@ -57,7 +57,7 @@ class Forks:
         self._kept: tuple[Variant, Cache] | None = None  # a fork that takes no steps
 
     def fork(self, variant: Variant) -> Cache:
-        """Its tokens under a variant, offloaded and indexed."""
+        """Return a cache with the base's tokens under a variant, offloaded and indexed."""
         kept = self._that_serves(variant)
         if kept is None:
             self._drop()

@@ -25,7 +25,7 @@ def divide(prompt: Sequence[int], tail: int) -> tuple[list[int], list[int]]:
 
 
 class Prompt:
-    """A prompt whose tokens, except the last, are in a full cache. Any number of continuations start from it.
+    """A prompt whose tokens, except the last `tail`, are in a full cache. Any number of continuations start from it.
 
     variants: the variants that fork it.
     """
@@ -46,9 +46,10 @@ class Prompt:
 
     @torch.no_grad()
     def loglikelihood(self, variant: Variant, continuation: Sequence[int]) -> tuple[float, bool]:
-        """Return the natural logarithm of a continuation's probability, its tokens sent through the variant one by one, and whether
-        each is the likeliest. The first token's comes from the prompt's last: under the budget if that is one of the tail. Raises
-        ConfigError for an empty continuation."""
+        """Return the natural logarithm of a continuation's probability, and whether each of its tokens is the likeliest.
+
+        The tokens go through the variant one by one. The prompt's last token predicts the first of them: under the budget if the
+        tail has at least one token. Raises ConfigError for an empty continuation."""
         if not continuation:
             raise ConfigError("the continuation is empty")
         cache, logits = self.cache(variant)

@@ -142,7 +142,7 @@ class TokenIndex(TablesOnDevice, Index):
         return Selection(rows, found.sum(dim=2, dtype=torch.int32))
 
     def of(self, name: str, seqs: Sequence[int]) -> Tensor:
-        """What was learned of some sequences, [R, H, ...]."""
+        """Return the rows of a `learned` table for some sequences, [R, H, ...]."""
         learned = self.tables[name]
         if len(seqs) == 1:
             return learned[seqs[0] : seqs[0] + 1]

@@ -355,7 +355,10 @@ class UnitIndex(TablesOnDevice, Index):
         return table[self.last_places(full, self.batch)]
 
     def last_places(self, full: Sequence[Full], n: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Indices of a table of the last tokens: of each sequence n tokens; made once for all layers."""
+        """Return the indices of n tokens of each sequence, from where `full` begins, in a ring such as `recent`.
+
+        They are made once for all layers.
+        """
         own, ring = tuple(full), self.recent.shape[2]
         return self._deferred.once((own, n, ring, *self._heads()), lambda: Target.of(own, *self._heads()).places(n, ring))
 

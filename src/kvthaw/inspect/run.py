@@ -27,7 +27,7 @@ from kvthaw.inspect.recorder import ExactTopK, Recorder, Recording
 class Run:
     """The recall of one method.
 
-    said: its most likely token at each step.
+    said: the token that it would choose at each step, by the sampling settings of the answer.
     places: after each step, bytes of KV by memory, and bytes fetched so far.
     """
 

@@ -58,7 +58,7 @@ def definition(query: Tensor, means: Tensor, rows: Tensor, known: Tensor, format
 
     query [B, Hq, D]. means [B, H, P, *format.tail]: mean key and mean value of the pages. Page p has the tokens from
     first + p * page on. rows [B, H, M] int32: the selected positions, each once, -1 padded. known [B] int32. scale multiplies q.k.
-    estimated: tokens that weigh by scores of their own; it must have every row.
+    estimated: tokens that weigh by scores of their own instead of their page's mean key. All of `rows` must be among them.
     Returns out [B, Hq, D] and lse [B, Hq] in float32; lse is -inf where every token is selected.
     """
     batch, heads, pages = means.shape[:3]

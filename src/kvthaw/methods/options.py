@@ -84,7 +84,7 @@ def digest(method: Method) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """An option as JSON has it; what makes something, as the options that it would make it with."""
+    """Return an option as a JSON value: of a callable its arguments and defaults, of a dataclass its fields."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, tuple | list):

@@ -208,8 +208,9 @@ class Service:
         return None if asked is None else await self._compilers.grammar(asked, body.format_field, client)
 
     def call_reader(self, body: Sampled) -> Callable[[], CallReader] | None:
-        """Return what makes a reader of an output's tool calls, None for a request without tools. Raises ApiError if the model
-        takes none, or writes calls in a form that is not served."""
+        """Return a function that makes the reader of an output's tool calls; None for a request without tools.
+
+        Raises ApiError if the model takes no tools, or writes calls in a form that is not served."""
         if not body.plain_tools:
             return None
         return partial(CallReader, self._tool_format(), body.call_names, certain=body.call_rules is not None)

@@ -37,7 +37,7 @@ class Turns:
         return self._template is not None or has_template(self._tokenizer)
 
     def having(self, tools: Sequence[Mapping[str, Any]]) -> Turns:
-        """Return the same for conversations in which the model may call functions."""
+        """Return the same with other tools."""
         return Turns(self._tokenizer, self._template, tools)
 
     def tool_format(self) -> ToolFormat:

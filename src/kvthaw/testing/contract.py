@@ -263,7 +263,7 @@ class Contract:
             layer.check(step)
 
     def attends_to_all_after_a_crop(self) -> None:
-        """Where the budget covers the length, crops and new tokens leave full attention."""
+        """Check that the output stays full attention's after crops and new tokens, where the budget covers the length."""
         layer = self.layer(Text(SMALL, [50], 18), budget=88).prefill()
         list(layer.decode())
         for drop in (3, 20, 50):

@@ -124,7 +124,7 @@ class LocalLinear:
         return total if self.bias is None else total + self.bias
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalLinear:
-        """Return this forward, as a copy of a function is the function: processes cannot be copied."""
+        """Return this forward itself, because the group of processes cannot be copied."""
         return self
 
 
