@@ -33,8 +33,9 @@ def test_blocks_that_are_freed_together_wait_for_the_same_events(monkeypatch: py
 @pytest.mark.gpu
 def test_a_stream_waits_for_work_on_memory_that_blocks_come_to() -> None:
     """Memory that the model's stream has freed and not yet written to for the last time."""
-    device, stream = torch.device("cuda"), torch.cuda.Stream()
-    blocks_of = DeviceBlocks(DeviceMemory(1 << 40, [0]), 0, (1 << 20,), torch.float32, device)
+    device, memory, stream = torch.device("cuda"), DeviceMemory(offloaded=[0]), torch.cuda.Stream()
+    memory.bytes = 1 << 40  # without a limit there is no pool apart from the freed memory
+    blocks_of = DeviceBlocks(memory, 0, (1 << 20,), torch.float32, device)
     freed = torch.zeros((_CHUNK, 1 << 20), device="cuda")
     begin = freed.data_ptr()
     torch.cuda._sleep(100_000_000)

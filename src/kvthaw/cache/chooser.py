@@ -47,7 +47,7 @@ class FullLayer(OffloadedLayer):
         return FullAttention(self.storage, self.sequences)
 
     def balance(self, needed: int) -> None:
-        super().balance(0)  # no block leaves the device, where attention reads them all
+        super().balance(0)  # attention reads all blocks, so none makes room for coming ones
 
     def _attend(self, step: Step | None, t: int, query: Tensor, newest: Newest, attention: AttentionParams) -> Tensor:
         return self.sparse.attend(step, t, query, newest, attention)[0]  # no observer: nothing is selected

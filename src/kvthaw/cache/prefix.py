@@ -97,19 +97,16 @@ class PrefixCache:
 
         seq: its slot in a running batch; None for a cache of one sequence.
         """
-        self.refused, ids, salt = refusal(kv), ids.cpu(), self._own(kv, salt)
+        self.refused, ids = refusal(kv), ids.cpu()
         self._queries += len(ids)
-        if self.refused is not None or not self._kind:
-            return 0
-        self._check(kv)
-        path, tokens = self._usable(ids, salt)
+        path, tokens = self._found(kv, ids, salt)
         path, size = self._in_memory(kv, path), self._tree.block_size
         tokens = kv.settings.ranks.least(min(tokens, len(path) * size))  # processes evict each for itself
         if tokens <= 0:
             return 0
         path = path[: -(-tokens // size)]
         rows = {number: [blocks[node] for node in path] for number, blocks in self._kept.layers.items()}
-        known = self._indexes.upto(kv, ids, salt)
+        known = self._indexes.upto(kv, ids, self._own(kv, salt))
 
         def take(layer: OffloadedLayer | DenseLayer, step: Step) -> None:
             shape, blocks = self._kept.shapes[layer.number], [block.share() for block in rows[layer.number]]
@@ -133,10 +130,7 @@ class PrefixCache:
 
         Returns whether more blocks remain in the file, in every process of a split model.
         """
-        if refusal(kv) is not None:
-            return False
-        self._check(kv)
-        path, _ = self._usable(ids.cpu(), self._own(kv, salt))
+        path, _ = self._found(kv, ids, salt)
         absent = [node for node in path if not self._kept.holds(node)]
         some, more = max(1, tokens // kv.settings.block_size), False
         if len(absent) > some:
@@ -146,7 +140,7 @@ class PrefixCache:
 
     def known(self, kv: KVCache, ids: Tensor, *, salt: str = "") -> int:
         """Return how many tokens of a prompt [T] fill() would take."""
-        return 0 if refusal(kv) or not self._kind else max(0, self._usable(ids.cpu(), self._own(kv, salt))[1])
+        return self._found(kv, ids, salt)[1]
 
     def keep(
         self,
@@ -384,11 +378,14 @@ class PrefixCache:
                     self._evicted += self._drop(oldest)
         return node in self._kept.slots
 
-    def _usable(self, ids: Tensor, salt: str) -> tuple[list[Node], int]:
-        """Return the nodes of a prompt's cached prefix, and how many of its tokens may be used."""
-        path, tokens = self._tree.match(ids, salt)
-        tokens = min(tokens, len(ids) - RECENT_QUERIES)
-        return path[: max(0, -(-tokens // self._tree.block_size))], tokens
+    def _found(self, kv: KVCache, ids: Tensor, salt: str) -> tuple[list[Node], int]:
+        """Return the nodes of a prompt's cached prefix, and how many of its tokens may be used; none if prompts are not kept."""
+        if refusal(kv) is not None or not self._kind:
+            return [], 0
+        self._check(kv)
+        path, tokens = self._tree.match(ids.cpu(), self._own(kv, salt))
+        tokens = max(0, min(tokens, len(ids) - RECENT_QUERIES))
+        return path[: -(-tokens // self._tree.block_size)], tokens
 
     def _in_memory(self, kv: KVCache, path: list[Node]) -> list[Node]:
         """Read the missing nodes of a path from the file, as if used now. Returns the path up to the first that is
