@@ -174,11 +174,24 @@ class Settings(CacheConfig):
 
         most: tokens that a sequence can have, which limits window and rows.
         """
-        plan = self._plan(prompt)
-        if most is None:
-            return plan
-        window = min(plan.regions.window, most)
-        return Plan(replace(plan.regions, window=window), min(plan.rows, most))
+        regions = self.method.regions
+        if self.retrieved is not None:
+            rows = self.retrieved if isinstance(self.retrieved, int) else max(1, math.ceil(self.retrieved * prompt))
+        else:
+            budget = BUDGET if self.budget is None else self.budget
+            if isinstance(budget, float):
+                budget = math.ceil(budget * prompt)
+            if self.method.index is None:
+                least = regions.sink + regions.buffer + 1
+                if budget < least:
+                    raise ConfigError(f"budget is {budget}; the smallest that works with {self.method.name} is {least} tokens")
+                regions = replace(regions, window=budget - regions.sink - regions.buffer)
+            else:
+                regions = regions.for_budget(budget)
+            rows = budget - regions.held
+        return (
+            Plan(regions, rows) if most is None else Plan(replace(regions, window=min(regions.window, most)), min(rows, most))
+        )
 
     def longer(self, plan: Plan, length: int) -> Plan:
         """Return the sizes for sequences that have grown to `length` tokens: a fraction gives more rows, in unchanged regions.
@@ -192,22 +205,6 @@ class Settings(CacheConfig):
             return plan
         held = plan.regions.held if self.retrieved is None else 0
         return replace(plan, rows=max(plan.rows, math.ceil(self.fraction * length) - held))
-
-    def _plan(self, prompt: int) -> Plan:
-        regions = self.method.regions
-        if self.retrieved is not None:
-            rows = self.retrieved if isinstance(self.retrieved, int) else max(1, math.ceil(self.retrieved * prompt))
-            return Plan(regions, rows)
-        budget = BUDGET if self.budget is None else self.budget
-        if isinstance(budget, float):
-            budget = math.ceil(budget * prompt)
-        if self.method.index is None:
-            least = regions.sink + regions.buffer + 1
-            if budget < least:
-                raise ConfigError(f"budget is {budget}; the smallest that works with {self.method.name} is {least} tokens")
-            return Plan(replace(regions, window=budget - regions.sink - regions.buffer), 0)
-        fitted = regions.for_budget(budget)
-        return Plan(fitted, budget - fitted.held)
 
 
 _DEFAULT = CacheConfig()

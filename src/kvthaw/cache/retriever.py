@@ -36,11 +36,11 @@ class Retriever:
     """
 
     def __init__(
-        self, method: Method, index: Index, context: IndexContext, sequences: Sequences, seqs: int, rows: int, streams: Streams
+        self, method: Method, index: Index, context: IndexContext, sequences: Sequences, seqs: int, streams: Streams
     ) -> None:
-        self.method, self.index, self.context, self.sequences, self.rows = method, index, context, sequences, rows
+        self.method, self.index, self.context, self.sequences, self.rows = method, index, context, sequences, context.rows
         where = torch.device("cpu") if index.traits.on_host else context.device
-        self.residency = Residency(seqs, context.kv_heads, method.slots(rows), device=where)
+        self.residency = Residency(seqs, context.kv_heads, method.slots(self.rows), device=where)
         self.reads_blocks = False
         self.choices: list[Choice] = []
         self.asked_again = 0  # queries of layers that share the anchor's keys
@@ -375,15 +375,3 @@ class HostRetriever(Retriever):
         graph.host(choose)
         rows, counts, slots, fetch, live = selection_buffer.parts(selection_buffer.answer.to(query.device, non_blocking=True))
         return Choice(Selection(rows, counts), slots, fetch, live)
-
-
-def make_retriever(
-    method: Method, context: IndexContext, sequences: Sequences, seqs: int, rows: int, streams: Streams
-) -> Retriever:
-    """Return the retriever of a layer group, by where the method's index works.
-
-    seqs: number of sequences.
-    rows: how many rows a step selects per KV head.
-    """
-    index = method.make_index(context)
-    return (HostRetriever if index.traits.on_host else Retriever)(method, index, context, sequences, seqs, rows, streams)

@@ -14,7 +14,7 @@ from kvthaw.cache.index_api import IndexContext, Method, Selection, Transfer
 from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.layer_base import AttentionParams, RecentQueries
 from kvthaw.cache.layer_storage import LayerStorage
-from kvthaw.cache.retriever import Retriever, make_retriever
+from kvthaw.cache.retriever import HostRetriever, Retriever
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Step
 from kvthaw.errors import ConfigError
@@ -190,7 +190,9 @@ def make_attention(
         transfer = BulkCopy()
     retriever, ahead = leader, None
     if retriever is None:
-        retriever = make_retriever(method, context, sequences, storage.store.seqs, context.rows, storage.streams)
+        index = method.make_index(context)
+        kind = HostRetriever if index.traits.on_host else Retriever
+        retriever = kind(method, index, context, sequences, storage.store.seqs, storage.streams)
         ahead = Ahead(IndexUpdater(retriever, storage.store, storage.slab, sequences, recent))
     traits = retriever.index.traits
     if not traits.on_host and (transfer.graph_safe or on_cpu):  # what the host reads stays there
