@@ -15,10 +15,17 @@ from kvthaw.cache.host import HostStore
 from kvthaw.cache.streams import Streams
 
 
+def offload(line: Streams, store: HostStore, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Append keys and values [H, n, D] to the first sequence."""
+    rows = torch.stack((keys, values), dim=2)
+    with line.offloading([store], rows):
+        store.append(0, rows, non_blocking=rows.is_cuda)
+
+
 def test_offload_appends() -> None:
     store, line = HostStore(1, 2, 4, torch.float32, block_size=4), Streams()
     keys, values = torch.randn(2, 7, 4), torch.randn(2, 7, 4)
-    line.offload(store, 0, keys, values)
+    offload(line, store, keys, values)
     assert store.arriving is None, "done at once without a GPU"
     assert torch.equal(store.read(0, 0, 7), torch.stack((keys, values), dim=2))
 
@@ -76,7 +83,7 @@ def test_offload_from_the_device() -> None:
     for _ in range(10):
         keys, values = (torch.randn(2, 50, 64, device="cuda", dtype=torch.float16) for _ in range(2))
         sent.append(torch.stack((keys, values), dim=2).cpu())
-        line.offload(store, 0, keys, values)
+        offload(line, store, keys, values)
         del keys, values
     assert store.arriving is not None
     store.wait()

@@ -159,5 +159,7 @@ def test_keys_on_their_way_to_the_host_are_waited_for_on_the_device(device: torc
     for _ in range(3):
         keys = torch.randn(8, 1 << 15, 128, device=device).bfloat16()
         store.truncate(0, 0)
-        streams.offload(store, 0, keys, keys)
+        rows = torch.stack((keys, keys), dim=2)
+        with streams.offloading([store], rows):
+            store.append(0, rows, non_blocking=True)
         assert torch.equal(store.read_keys(0, 0, 1 << 15, device), keys)

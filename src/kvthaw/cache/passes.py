@@ -95,8 +95,8 @@ def _store_one(layer: OffloadedLayer, row: Row, new: PrefillKV) -> None:
         offload_prompts([own], [replace(row, start=0, stop=keys.shape[1])], rows[None])
     else:
         own.up_to({row.seq: past})
-        shared = layer.store.length(row.seq) - past
-        layer.streams.offload(layer.store, row.seq, keys[:, shared:], values[:, shared:])
+        with layer.streams.offloading([layer.store], rows):
+            layer.store.append(row.seq, rows[:, layer.store.length(row.seq) - past :], non_blocking=rows.is_cuda)
     _index(layer, row, new, keys, values)
     for begin, end in layer.slab.regions.held_of(past, row.length):
         layer.slab.write(row.seq, begin, rows[:, begin - past : end - past])

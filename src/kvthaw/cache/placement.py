@@ -75,12 +75,11 @@ class Placement:
 
     def brought(self, block: Block) -> Block:
         """Return a device copy of a host block that has a single owner, or the block itself if there is no room."""
-        data = self.device.take() if block.owners == 1 and not block.on_device else None
-        if data is None:
+        new = self._to_device() if block.owners == 1 and not block.on_device else None
+        if new is None:
             return block
-        data.copy_(block.data, non_blocking=True)
-        self.moved_bytes += data.nbytes
-        new = Block(data, on_device=True)
+        new.data.copy_(block.data, non_blocking=True)
+        self.moved_bytes += new.data.nbytes
         new.recalls = block.recalls
         return new
 

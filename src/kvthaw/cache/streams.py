@@ -86,11 +86,6 @@ class Streams:
             if current not in self.device.streams:
                 self.device.streams.append(current)
 
-    def offload(self, store: HostStore, seq: int, keys: Tensor, values: Tensor) -> None:
-        """Append keys and values [H, n, D] to a sequence; see offloading()."""
-        with self.offloading([store], keys, values):
-            store.append(seq, torch.stack((keys, values), dim=2), non_blocking=keys.is_cuda)
-
     @contextmanager
     def offloading(self, stores: Sequence[HostStore], *used: Tensor) -> Iterator[None]:
         """Context for copies of tensors' rows to stores. The stores then know the event of their arrival.
