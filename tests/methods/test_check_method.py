@@ -13,6 +13,7 @@ from torch import Tensor
 from kvthaw.cache.index_api import Selection
 from kvthaw.errors import ConfigError, ContractError
 from kvthaw.index.exact import ExactIndex
+from kvthaw.index.tables import Held
 from kvthaw.methods import resolve
 from kvthaw.testing import Contract, check_method
 
@@ -45,6 +46,15 @@ class Keeps(ExactIndex):
 
     def clone_from(self, other: Self) -> None:
         self.__dict__.update(other.__dict__)
+
+
+class Forgets(ExactIndex):
+    """Leaves out of an export how many tokens there are."""
+
+    def load(self, seq: int, held: Held, end: int) -> None:
+        super().load(seq, held, end)
+        self.counts[seq] = 0
+        self.sync_counts()
 
 
 class Hides(ExactIndex):
@@ -81,6 +91,7 @@ def test_the_first_broken_rule_is_named(index: Any, words: str) -> None:
     [
         (Draws, "chooses_alike_alone", r"step 0, sequence 0, alone .*KV head \d: the rows are \[\d+, .*, not \["),
         (Keeps, "copies_independently", r"clone_from\(\) shares tensors"),
+        (Forgets, "continues_after_an_export", r"step 8, sequence \d, after export\(\) and load\(\), KV head 0: the rows are"),
         (
             Guesses,
             "names_its_tensors",

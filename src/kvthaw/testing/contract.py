@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from kvthaw.cache.deferred_batch import AuxStream, DeferredBatch
 from kvthaw.cache.index_api import IndexContext, Method
-from kvthaw.errors import ConfigError, ContractError
+from kvthaw.errors import CacheError, ConfigError, ContractError
 from kvthaw.methods import resolve
 from kvthaw.methods.options import digest
 from kvthaw.testing.layer import Layer, Step, Text, need
@@ -57,6 +57,7 @@ class Contract:
         "chooses_alike_when_several_tokens_come": ((),),
         "chooses_alike_without_residency": ((),),
         "copies_independently": ((),),
+        "continues_after_an_export": ((),),
         "repeats_what_failed": ((),),
         "names_its_tensors": ((),),
         "parts_sequences_of_one_prefix": ((),),
@@ -73,7 +74,7 @@ class Contract:
 
     RETRIEVES = (
         *("keeps_to_retrieved", "serves_prompts_in_chunks", "chooses_alike_without_residency", "forgets_what_is_cropped"),
-        *("attends_to_all_after_a_crop", "names_its_tensors", "repeats_what_failed"),
+        *("attends_to_all_after_a_crop", "names_its_tensors", "repeats_what_failed", "continues_after_an_export"),
     )
     """Rules of methods that have an index."""
 
@@ -291,6 +292,22 @@ class Contract:
         between = (step for step, _ in zip(third.decode(6), one.decode(6), strict=True))
         copied = list(other.decode(6))
         self._same(copied, between, "of a clone", [(seq, seq) for seq in range(3)])
+
+    def continues_after_an_export(self) -> None:
+        """Check that sequences whose index waited in host memory select as if it had stayed, if the index has export()."""
+        layer = self.layer(self.batch(), budget=48).prefill()
+        list(layer.decode(8))
+        layer.cache.wait()
+        index, seqs = layer.retriever.index, range(3)
+        try:
+            held = [index.export(seq) for seq in seqs]
+        except CacheError:
+            return
+        for seq in seqs:
+            index.truncate(seq, 0)
+        for seq in seqs:
+            index.load(seq, held[seq], layer.offloaded.indexed(seq))
+        self._same(self.whole[1][8:], layer.decode(10), "after export() and load()", [(seq, seq) for seq in seqs])
 
     def repeats_what_failed(self) -> None:
         """Check that a step whose append() fails after the first sequence can be repeated, and that every token is indexed
