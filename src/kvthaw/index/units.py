@@ -228,7 +228,8 @@ class UnitIndex(TablesOnDevice, Index):
 
     def join(self) -> None:
         """Run deferred work, and have the current stream wait for the side stream; the host does not wait."""
-        super().join()
+        if self in self._deferred.owners:
+            self._deferred.flush()
         if self._done is not None:
             torch.cuda.current_stream(self.context.device).wait_event(self._done)
             self._done = None
