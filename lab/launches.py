@@ -28,6 +28,7 @@ KERNELS = {
     "prompt": ("_merge_parts",),
     "model": ("_rms_norm", "_rotate", "_gated"),
     "weights": ("_linear", "_linear_int4"),
+    "sums": ("_add_up",),
 }
 """Part of a step, or of what happens between steps and at the prompt -> kvthaw's kernels that do it."""
 _PARTS = (
