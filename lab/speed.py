@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -136,13 +137,9 @@ def matches(line: Record, wanted: Record) -> bool:
 
 
 def best(lines: list[Record], **wanted: Any) -> Record | None:
-    """The line that answers, the fastest way to take steps first."""
-    found = [line for line in lines if matches(line, wanted)]
-    for steps in ("compiled", "captured", "eager"):
-        for line in reversed(found):
-            if asked(line)["steps"] == steps:
-                return line
-    return None
+    """The newest line that answers, of captured or compiled steps if there is one."""
+    found = [line for line in reversed(lines) if matches(line, wanted)]
+    return next((line for line in found if asked(line)["steps"] != "eager"), found[0] if found else None)
 
 
 def ms(line: Record) -> str:
@@ -152,10 +149,8 @@ def ms(line: Record) -> str:
 
 
 def marked(line: Record) -> str:
-    """How steps were taken, where they were not both compiled and captured."""
-    if asked(line)["steps"] == "compiled":
-        return "" if line["captures"] else " compiled, not captured"
-    return f" {asked(line)['steps']}"
+    """How steps were taken, where they were not captured. Compiled steps are of versions that still had them."""
+    return "" if asked(line)["steps"] == "captured" else f" {asked(line)['steps']}"
 
 
 def percent(shares: Iterable[float]) -> str:
@@ -217,12 +212,12 @@ def _lengths(device: str, filled: list[Record]) -> Iterable[str]:
             rows.append([words, *(cells.get(n, "") for n in columns), percent(shares)])
     shared = [n for n in columns if any(asked(line)["shared"] for line in used if asked(line)["length"] == n)]
     how = (
-        "compiled by torch and captured in one CUDA graph, or where the tree is on the host in one more than "
-        "there are searches,"
+        "captured in one CUDA graph, or where the tree is on the host in one more than there are searches; compiled "
+        "by torch as well where marked, in versions before 2026-11-29"
     )
     there = f"; at {', '.join(map(short, shared))} layers share one layer's rows on the host" if shared else ""
     what = f"{device}, mean (median, 95th percentile) milliseconds a token, index updates counted"
-    yield f"{what}, {how} unless marked ({commit(used)}{there}):"
+    yield f"{what}, {how} ({commit(used)}{there}):"
     yield Table(["", *(short(n) for n in columns), "KV and index on the device, dense layers too, of full's"], rows).markdown()
 
 
@@ -237,8 +232,10 @@ def summary() -> str:
         known = [line for line in found.values() if line is not None]
         used += known
         shares = percent(line["share_with_dense"] or 1.0 for line in known[1:2] or known)
-        rows.append([words, *("" if line is None else f"{1e3 * line['tpot_s']:.1f}" for line in found.values()), shares])
-    said = paragraph(f"{device}, mean milliseconds a token, compiled and captured ({commit(used)}):")
+        rows.append(
+            [words, *("" if line is None else f"{1e3 * line['tpot_s']:.1f}{marked(line)}" for line in found.values()), shares]
+        )
+    said = paragraph(f"{device}, mean milliseconds a token, captured ({commit(used)}):")
     return said + "\n\n" + Table(["", *map(short, LENGTHS), "KV and index on the device at 128k, of full's"], rows).markdown()
 
 
@@ -259,12 +256,9 @@ def batches(lines: list[Record]) -> Iterable[str]:
             continue
         most, least = (max(of, key=lambda line: float(line["tokens_per_s"])) for of in (mine, full))
         rate = f"{most['tokens_per_s'] / least['tokens_per_s']:.1f}"
-        alone = [next((line for line in of if asked(line)["batch"] == 1), None) for of in (mine, full)]
         ours, theirs = (f"{line['tokens_per_s']:.0f}" for line in (most, least))
         words = f"At {short(length)}, captured, {method} gives {ours} tokens a second with {asked(most)['batch']} rows, "
         words += f"full attention {theirs} with {asked(least)['batch']}: {rate} times"
-        if alone[0] and alone[1]:
-            words += f"; one row takes {ms(alone[0])} and {ms(alone[1])} ms a token"
         shared = [line for line in every if asked(line)["shared"] and line["tokens_per_s"] > most["tokens_per_s"]]
         shared = sorted(shared, key=lambda line: float(line["tokens_per_s"]))[-1:]
         for line in shared:
@@ -365,9 +359,12 @@ def draw() -> None:
     usual = [one for one in decode if one["shape"] == "llama-3.1-8b" and one.setting.get("dense_layers") != 0]
     filled = [one for one in usual if one["prompt"] == "filled"]
     filled = [one for one in filled if one["device"] == max(other["device"] for other in filled)]
-    alone = [one for one in filled if one["batch"] == 1 and one["steps"] == "compiled" and one["hits"] != 0]
+    captured = [one for one in filled if one["steps"] == "captured" and one["hits"] != 0]
+    alone = [one for one in captured if one["batch"] == 1 and one["length"] in LENGTHS]
     alone = list({(one["method"], one["length"], one["budget"], one["retrieved"]): one for one in alone}.values())
-    rows = [one for one in filled if one["steps"] == "captured" and one["length"] == 128 * K]
+    lengths = Counter(one["method"] for one in alone)
+    alone = [one for one in alone if lengths[one["method"]] > 2]
+    rows = [one for one in captured if one["batch"] > 1 and one["length"] == 128 * K]
     for name, drawn, of in (("length", plot.by_length, alone), ("throughput", plot.by_batch, rows)):
         figure = plot.new(7.0, 4.2)
         drawn(figure.subplots(), sorted(of, key=lambda one: (one["method"], one["length"])))

@@ -26,7 +26,7 @@ class Gpu:
     memory: bytes.
     bandwidth: bytes per second that steps read from its memory.
     bus: bytes per second that steps read from host memory.
-    layer_us: microseconds per layer of a captured step, besides reading.
+    layer_us: microseconds per layer of a captured step of one sequence, in addition to reading.
     measured: the numbers are measured; else they follow from the maker's.
     """
 
@@ -44,8 +44,8 @@ def _by_maker(name: str, mib: int, bandwidth: float, *, pcie: int) -> Gpu:
 
 
 GPUS = {
-    "H200": Gpu("NVIDIA H200", 143_771 << 20, 4.47e12, 47e9, 104, measured=True),
-    "H100": Gpu("NVIDIA H100", 81_559 << 20, 2.78e12, 47e9, 75, measured=True),
+    "H200": Gpu("NVIDIA H200", 143_771 << 20, 4.47e12, 47e9, 25, measured=True),
+    "H100": Gpu("NVIDIA H100", 81_559 << 20, 2.78e12, 47e9, 25),
     "A100": _by_maker("NVIDIA A100", 81_920, 2.04e12, pcie=4),
     "L40S": _by_maker("NVIDIA L40S", 46_068, 0.86e12, pcie=4),
     "L4": _by_maker("NVIDIA L4", 23_034, 0.30e12, pcie=4),
@@ -85,22 +85,24 @@ class Search:
     lengths: int
 
 
+_BATCH_US = 50
+"""Microseconds that a layer takes longer for several sequences: they have other kernels for its linear layers."""
 _SEQUENCE_US = 5
 """Microseconds that a layer which selects takes for each further sequence of a batch."""
 SEARCHES = {
     "full": Search(0, 0, 6),
     "streaming": Search(0, 0, 1),
-    "thaw": Search(47, 26, 3),
-    "pariskv-plus": Search(38, 20, 5),
-    "pariskv": Search(50, 20, 1),
-    "clusterkv-plus": Search(48, 16, 3),
-    "clusterkv": Search(43, 16, 1),
-    "prkv": Search(50, 70, 3),
-    "prkv-plus": Search(45, 70, 1),
-    "icecache-digest-device": Search(97, 132, 2),
-    "icecache-digest": Search(450, 1300, 2),
+    "thaw": Search(38, 12, 2),
+    "pariskv-plus": Search(38, 10.5, 4),
+    "pariskv": Search(50, 10.5, 1),
+    "clusterkv-plus": Search(48, 10, 3),
+    "clusterkv": Search(43, 10, 1),
+    "prkv": Search(50, 16, 1),
+    "prkv-plus": Search(45, 16, 3),
+    "icecache-digest-device": Search(97, 132, 1),
+    "icecache-digest": Search(450, 1300, 1),
 }
-"""By method. If only one length was measured, the growth with length is a similar method's."""
+"""By method. If only one length was measured, the growth with length is a similar method's, or of earlier steps."""
 
 
 def find_gpu(name: str) -> Gpu:
@@ -133,6 +135,6 @@ def step_seconds(
     if search is None:
         return None
     select = search.fixed_us + search.per_million_us * keys / 1e6 + _SEQUENCE_US * (batch - 1)
-    micros = layers * gpu.layer_us + searching * select
+    micros = layers * (gpu.layer_us + (_BATCH_US if batch > 1 else 0)) + searching * select
     known = gpu.measured and search.lengths > 1 and not given
     return micros / 1e6 + read / gpu.bandwidth + fetched / gpu.bus, "expected" if known else "estimated"
