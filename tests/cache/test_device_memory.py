@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -28,6 +29,21 @@ def test_blocks_that_are_freed_together_wait_for_the_same_events(monkeypatch: py
     assert recorded == [2 * _CHUNK - 10]  # before any of the nine could be given out
     assert len(blocks_of._ready) == 2 * _CHUNK - 1
     assert blocks_of.take().data_ptr() != blocks[0].data_ptr() != left
+
+
+def test_a_block_in_use_keeps_nothing_alive_but_its_memory() -> None:
+    """A bound method as finalizer kept the blocks of a cache that was gone, and all of its device memory."""
+    memory = DeviceMemory(1 << 20, (0,))
+    blocks = DeviceBlocks(memory, 0, (2, 4), torch.float32, torch.device("cpu"))
+    kept, left = blocks.take(), [blocks.take() for _ in range(8)]
+    assert blocks.used == 9 * blocks.size
+    left.clear()
+    assert blocks.used == blocks.size
+    gone = weakref.ref(blocks)
+    memory.reset()
+    del blocks
+    assert kept is not None
+    assert gone() is None
 
 
 @pytest.mark.gpu

@@ -202,12 +202,17 @@ class DeviceBlocks:
     ) -> None:
         self.memory, self.layer, self.device = memory, layer, device
         self.shape, self.dtype, self.size = shape, dtype, math.prod(shape) * dtype.itemsize
-        self.used, self._short = 0, False
+        self._taken, self._short = 0, False
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None  # the model's
         self._freed: deque[tuple[Tensor, int]] = deque()  # a finalizer appends, on any thread
         self._ready: deque[tuple[Tensor, int, list[torch.cuda.Event]]] = deque()
         self._waited: tuple[torch.cuda.Stream, list[torch.cuda.Event]] | None = None  # the latest wait
         memory.blocks.append(self)
+
+    @property
+    def used(self) -> int:
+        """Bytes of the blocks in use."""
+        return (self._taken - len(self._freed)) * self.size
 
     @property
     def room(self) -> int:
@@ -235,13 +240,9 @@ class DeviceBlocks:
                     stream.wait_event(event)
                 self._waited = stream, events
         block = chunk[i]
-        self.used += self.size
-        weakref.finalize(block, self._free, chunk, i).atexit = False
+        self._taken += 1
+        weakref.finalize(block, self._freed.append, (chunk, i)).atexit = False
         return block
-
-    def _free(self, chunk: Tensor, i: int) -> None:
-        self._freed.append((chunk, i))
-        self.used -= self.size
 
     def _add_chunk(self) -> None:
         with torch.cuda.stream(self._stream):  # which owns the memory, whichever stream writes to it first
@@ -264,6 +265,7 @@ class DeviceBlocks:
         if count := len(self._freed):
             readers = self.readers()
             self._ready.extend((*self._freed.popleft(), readers) for _ in range(count))
+            self._taken -= count
 
     def readers(self) -> list[torch.cuda.Event]:
         """Record events that pass when all work enqueued so far that may read blocks is done."""

@@ -143,10 +143,8 @@ class Library:
             raise CacheError(f"{path} has {len(header['token_ids'])} rows, padded by {header['left_pad']}; an entry has one")
         about = read(header.get("about"))
         layers = dict(read_layers(path, header, kv, self.cache.model.device))
-        held, ids = (
-            {number: (shape, states[0]) for number, (shape, states) in layers.items()},
-            torch.tensor(header["token_ids"][0]),
-        )
+        held = {number: (shape, states[0]) for number, (shape, states) in layers.items()}
+        ids = torch.tensor(header["token_ids"][0])
         try:
             self.prefix.restore(kv, name, ids, held, salt=salt, about=about, leaves_room=self._leaves_room)
         finally:
