@@ -10,7 +10,7 @@ import typer
 
 from kvthaw.cli import options
 from kvthaw.cli.common import print_results, prompt_text, tell_outdated, warned
-from kvthaw.cli.groups import ChatOptions, ModelOptions, VariantOptions, flat
+from kvthaw.cli.groups import ChatOptions, ModelOptions, VariantOptions, file_option, flat, option
 from kvthaw.cli.options import listed, tokens_of
 from kvthaw.cli.progress import bars, shown
 from kvthaw.formatting import counted
@@ -38,39 +38,16 @@ def agreement(
     loading: ModelOptions,
     methods: _VariantOptions,
     template: ChatOptions,
-    file: Annotated[
-        Path | None,
-        typer.Option(
-            help="Windows of this text, spread evenly over it; the text itself follows each of them.",
-            exists=True,
-            dir_okay=False,
-        ),
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            help='A JSON-lines file whose lines hold a "prompt"; full attention answers each greedily.',
-            exists=True,
-            dir_okay=False,
-        ),
-    ] = None,
-    question: Annotated[
-        str | None, typer.Option(help="Ask this behind every window of --file; full attention answers greedily.")
-    ] = None,
-    length: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="TOKENS",
-            help=f"Tokens of a window; {options.SEVERAL}. Default 2048, or half of a shorter text. "
-            "With --prompts one number, the most of a prompt: a longer "
-            "one loses its middle. Default: as many as the model has positions for.",
-        ),
-    ] = None,
-    limit: Annotated[
-        int | None,
-        typer.Option(min=1, help=f"Most windows of each length, or prompts. Default {_WINDOWS} windows, all prompts."),
-    ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens compared after each prompt.")] = 16,
+    file: Path | None = file_option("Windows of this text, spread evenly over it; the text itself follows each of them."),
+    prompts: Path | None = file_option('A JSON-lines file whose lines hold a "prompt"; full attention answers each greedily.'),
+    question: str | None = option("Ask this behind every window of --file; full attention answers greedily."),
+    length: list[str] | None = option(
+        f"Tokens of a window; {options.SEVERAL}. Default 2048, or half of a shorter text. With --prompts one number, the most of "
+        "a prompt: a longer one loses its middle. Default: as many as the model has positions for.",
+        metavar="TOKENS",
+    ),
+    limit: int | None = option(f"Most windows of each length, or prompts. Default {_WINDOWS} windows, all prompts.", min=1),
+    tokens: int = option("Tokens compared after each prompt.", 16, min=1),
     seed: options.Seed = 0,
     as_json: options.Lines = False,
     out: options.Out = None,

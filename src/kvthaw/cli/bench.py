@@ -10,7 +10,7 @@ import typer
 
 from kvthaw.cli import options
 from kvthaw.cli.common import print_wide, stdout
-from kvthaw.cli.groups import ModelOptions, flat
+from kvthaw.cli.groups import ModelOptions, file_option, flat, option
 from kvthaw.cli.options import dense_of, host_bytes_of, listed, names_of, one_budget, tokens_of, words
 from kvthaw.cli.progress import bars, stderr, watched
 
@@ -41,21 +41,10 @@ NewTokens = Annotated[int, typer.Option("--new-tokens", min=2, help="Tokens to d
 @flat
 def decode(
     loading: ModelOptions,
-    file: Annotated[
-        Path | None,
-        typer.Option(
-            help="The prompt is this text, which starts over at its end. Default: the book that ships.",
-            exists=True,
-            dir_okay=False,
-        ),
-    ] = None,
-    length: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="TOKENS",
-            help=f"Tokens of the prompt, such as 4096 or 128k; {options.SEVERAL}. Default 4096, or all of --file.",
-        ),
-    ] = None,
+    file: Path | None = file_option("The prompt is this text, which starts over at its end. Default: the book that ships."),
+    length: list[str] | None = option(
+        f"Tokens of the prompt, such as 4096 or 128k; {options.SEVERAL}. Default 4096, or all of --file.", metavar="TOKENS"
+    ),
     batch: Batches = ONE,
     method: Annotated[list[str] | None, METHODS] = None,
     plugin: options.Plugin = None,

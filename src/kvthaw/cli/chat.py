@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from kvthaw.cli import options
 from kvthaw.cli.common import as_its_makers, complain, cut_to, explained, prompt_text, warned, write_whole
-from kvthaw.cli.groups import CacheOptions, ModelOptions, SamplingOptions, SystemOptions, flat
+from kvthaw.cli.groups import CacheOptions, ModelOptions, SamplingOptions, SystemOptions, file_option, flat, option
 from kvthaw.cli.options import DIGEST
 from kvthaw.cli.progress import Reading, say, waiting
 from kvthaw.cli.words import attended, details, took
@@ -68,20 +66,14 @@ def chat(
     settings: CacheOptions,
     template: SystemOptions,
     drawing: SamplingOptions,
-    file: Annotated[Path | None, typer.Option(help="Talk about this text.", exists=True, dir_okay=False)] = None,
-    context: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Continue the document or conversation that --kv-dir has under this name; with --file, keep the text under it.",
-        ),
-    ] = None,
-    kv_dir: Annotated[
-        Path,
-        typer.Option(
-            help="Where --context and /save keep documents and conversations.", parser=options.folder, metavar="DIRECTORY"
-        ),
-    ] = Path("kv"),
+    file: Path | None = file_option("Talk about this text."),
+    context: str | None = option(
+        "Continue the document or conversation that --kv-dir has under this name; with --file, keep the text under it.",
+        metavar="NAME",
+    ),
+    kv_dir: Path = option(
+        "Where --context and /save keep documents and conversations.", Path("kv"), parser=options.folder, metavar="DIRECTORY"
+    ),
     cut: options.Cut = False,
     max_new_tokens: options.MaxNewTokens = 1024,
     prefill_chunk: options.PrefillChunk = None,

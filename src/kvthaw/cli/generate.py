@@ -13,7 +13,7 @@ import typer
 
 from kvthaw.cli import options, side_by_side
 from kvthaw.cli.common import as_its_makers, cut_to, prompt_text, tell_template, warned
-from kvthaw.cli.groups import CacheOptions, ChatOptions, ModelOptions, SamplingOptions, flat, option
+from kvthaw.cli.groups import CacheOptions, ChatOptions, ModelOptions, SamplingOptions, file_option, flat, option
 from kvthaw.cli.progress import Reading, say, waiting
 from kvthaw.cli.words import attended, details, took
 from kvthaw.errors import ConfigError
@@ -52,32 +52,24 @@ def generate(
     template: ChatOptions,
     drawing: SamplingOptions,
     prompt: Annotated[str | None, typer.Argument(help="The prompt; without it, --file or stdin.")] = None,
-    file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.", exists=True, dir_okay=False)] = None,
-    question: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="TEXT",
-            help="Ask this after the prompt, through the chat template of a model that has one; may be repeated: the prompt is "
-            "prefilled once, and each question is answered alone.",
-        ),
-    ] = None,
+    file: Path | None = file_option("Read the prompt from this file."),
+    question: list[str] | None = option(
+        "Ask this after the prompt, through the chat template of a model that has one; may be repeated: the prompt is prefilled "
+        "once, and each question is answered alone.",
+        metavar="TEXT",
+    ),
     cut: options.Cut = False,
     max_new_tokens: options.MaxNewTokens = 128,
     prefill_chunk: options.PrefillChunk = None,
-    kv: Annotated[
-        Path | None,
-        typer.Option(
-            help="Keep the KV of the prompt, without its questions, in this folder: a later prompt that begins alike prefills only "
-            "its rest.",
-            parser=options.folder,
-            metavar="DIRECTORY",
-        ),
-    ] = None,
+    kv: Path | None = option(
+        "Keep the KV of the prompt, without its questions, in this folder: a later prompt that begins alike prefills only its "
+        "rest.",
+        parser=options.folder,
+        metavar="DIRECTORY",
+    ),
     kv_dir: options.KvDir = None,
-    stream: Annotated[bool, typer.Option(help="Print the text as it comes.")] = True,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object an answer and nothing else on stdout.")
-    ] = False,
+    stream: bool = option("Print the text as it comes.", True),
+    as_json: bool = option("Print one JSON object an answer and nothing else on stdout.", False, "--json"),
     verbose: options.Verbose = False,
 ) -> None:
     """Continue a prompt under a method and a budget, or answer questions about it.

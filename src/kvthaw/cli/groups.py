@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from copy import copy
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
 
 import typer
@@ -30,8 +30,11 @@ def flat(command: Callable[..., None]) -> Callable[..., None]:
     groups: dict[str, Any] = {}
     for one in signature.parameters.values():
         if is_dataclass(one.annotation):
-            groups[one.name] = one.annotation
-        each += _options(one.annotation) if one.name in groups else [one.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
+            groups[one.name] = group = one.annotation
+            hints = get_type_hints(group, include_extras=True)
+            each += [_parameter(field.name, hints[field.name], field, group.panel) for field in fields(group)]
+        else:
+            each.append(_parameter(one.name, one.annotation, one.default))
 
     @functools.wraps(command)
     def taken(**given: Any) -> None:
@@ -44,20 +47,31 @@ def flat(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def option(text: str, default: Any = None, *names: str, **more: Any) -> Any:
-    """Return a field of a group, by its help and typer's other settings of an option."""
+    """Return a field of a group, or the default of a command's parameter, by its help and typer's other settings of an option.
+
+    default: `...` makes the option required.
+    """
     make = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
     return field(**make, metadata={"option": typer.Option(*names, help=text, **more)})
 
 
-def _options(group: Any) -> Iterator[inspect.Parameter]:
-    hints = get_type_hints(group, include_extras=True)
-    for one in fields(group):
-        kind = hints[one.name]
-        found = copy(one.metadata.get("option") or get_args(kind)[1])
-        found.rich_help_panel = group.panel
-        default = one.default if one.default_factory is MISSING else one.default_factory()
-        annotation = Annotated[get_args(kind)[0] if get_origin(kind) is Annotated else kind, found]  # type: ignore[valid-type]
-        yield inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+def file_option(text: str, default: Any = None, *names: str, **more: Any) -> Any:
+    """Return an option whose value is a file that exists."""
+    return option(text, default, *names, exists=True, dir_okay=False, **more)
+
+
+def _parameter(name: str, kind: Any, default: Any, panel: str | None = None) -> inspect.Parameter:
+    """Return a parameter as typer takes it.
+
+    default: its value, or a field with it.
+    """
+    kind, *declared = get_args(kind) if get_origin(kind) is Annotated else (kind,)
+    if isinstance(default, Field):
+        declared = [default.metadata["option"]] if default.metadata else declared
+        default = default.default if default.default_factory is MISSING else default.default_factory()
+    found = copy(declared[0])
+    found.rich_help_panel = panel
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, found])
 
 
 @dataclass(frozen=True, slots=True)

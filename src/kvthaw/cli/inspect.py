@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from kvthaw.cli import options
 from kvthaw.cli.common import as_its_makers, prompt_text, tell_template, write_whole
-from kvthaw.cli.groups import ChatOptions, ModelOptions, VariantOptions, flat
+from kvthaw.cli.groups import ChatOptions, ModelOptions, VariantOptions, file_option, flat, option
 from kvthaw.cli.progress import bars, say
 from kvthaw.errors import ConfigError
 from kvthaw.formatting import human
@@ -27,11 +25,11 @@ def inspect(
     loading: ModelOptions,
     methods: VariantOptions,
     template: ChatOptions,
-    file: Annotated[Path, typer.Option(help="Read the document from this file.", exists=True, dir_okay=False)],
-    question: Annotated[str, typer.Option(help="The question, which follows the document in the prompt.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Write the page here.", dir_okay=False)],
+    file: Path = file_option("Read the document from this file.", ...),
+    question: str = option("The question, which follows the document in the prompt.", ...),
+    out: Path = option("Write the page here.", ..., "--out", "-o", dir_okay=False),
     max_new_tokens: options.MaxNewTokens = 64,
-    exact: Annotated[bool, typer.Option(help="Also compute the exact top-k, which reads all keys at every step.")] = True,
+    exact: bool = option("Also compute the exact top-k, which reads all keys at every step.", True),
     temperature: options.Temperature = None,
     seed: options.Seed = 0,
 ) -> None:

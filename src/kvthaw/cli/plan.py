@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -42,32 +42,22 @@ class _CacheOptions(CacheOptions):
 @flat
 def plan(
     given: _CacheOptions,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", metavar="NAME", help="A local folder, a .gguf file or an id on the hub; no weights are read.",
-                     callback=options.named_model),
-    ] = None,
-    shape: Annotated[str | None, typer.Option(help=f"Instead of a model: one of {', '.join(SHAPES)}.")] = None,
-    length: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--length", metavar="TOKENS", help="Tokens of each prompt. Default: 128k, or as many as the model has positions for."
-        ),
-    ] = None,
-    new_tokens: Annotated[int, typer.Option(min=1, max=options.MOST, help="Tokens of each answer, at most.")] = 256,
-    batch: Annotated[int, typer.Option(min=1, max=4096, help="Sequences that are decoded together.")] = 1,
-    gpu: Annotated[
-        str | None,
-        typer.Option("--gpu", metavar="NAME", help=f"{', '.join(GPUS)}; [bold]none[/]: a CPU. Default: this machine's."),
-    ] = None,
-    gpu_memory: Annotated[
-        str | None, typer.Option(help='Its memory, as it is sold: "24GB" is 24 GiB. Default: that of --gpu.')
-    ] = None,
+    model: str | None = option(
+        "A local folder, a .gguf file or an id on the hub; no weights are read.", metavar="NAME", callback=options.named_model
+    ),
+    shape: str | None = option(f"Instead of a model: one of {', '.join(SHAPES)}."),
+    length: list[str] | None = option(
+        "Tokens of each prompt. Default: 128k, or as many as the model has positions for.", metavar="TOKENS"
+    ),
+    new_tokens: int = option("Tokens of each answer, at most.", 256, min=1, max=options.MOST),
+    batch: int = option("Sequences that are decoded together.", 1, min=1, max=4096),
+    gpu: str | None = option(f"{', '.join(GPUS)}; [bold]none[/]: a CPU. Default: this machine's.", metavar="NAME"),
+    gpu_memory: str | None = option('Its memory, as it is sold: "24GB" is 24 GiB. Default: that of --gpu.'),
     dtype: options.Dtype = "auto",
-    weights: Annotated[str | None, typer.Option(help='Bytes of the weights, such as "5GB", where they are quantised.')] = None,
+    weights: str | None = option('Bytes of the weights, such as "5GB", where they are quantised.'),
     rope_scaling: options.RopeScaled = None,
     as_json: options.Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Estimate the memory and the time a token that a model, a method and a length take, before any weight is loaded.
 
     Bytes are the cache's own allocations, on torch's meta device, which allocates no memory. Milliseconds a token are of

@@ -16,7 +16,7 @@ import typer
 
 from kvthaw.cli import options
 from kvthaw.cli.common import prompt_text
-from kvthaw.cli.groups import CacheOptions, flat
+from kvthaw.cli.groups import CacheOptions, file_option, flat, option
 from kvthaw.cli.progress import say, waiting
 from kvthaw.errors import ConfigError
 from kvthaw.formatting import counted
@@ -43,70 +43,42 @@ def serve(
         ),
     ] = None,
     model: Annotated[str | None, options.MODEL] = None,
-    max_seqs: Annotated[int, typer.Option(min=1, help="Requests that are decoded at once.")] = 8,
-    max_len: Annotated[
-        int | None,
-        typer.Option(
-            parser=options.tokens_of,
-            metavar="TOKENS",
-            help="Most tokens of a request. Default 131,072, or the model's positions.",
-        ),
-    ] = None,
+    max_seqs: int = option("Requests that are decoded at once.", 8, min=1),
+    max_len: int | None = option(
+        "Most tokens of a request. Default 131,072, or the model's positions.", parser=options.tokens_of, metavar="TOKENS"
+    ),
     rope_scaling: options.RopeScaled = None,
-    prefix_memory: Annotated[
-        str | None,
-        typer.Option(
-            help='Memory for prompts that others may begin with, such as "16GiB". Default: a quarter of what is free.'
-        ),
-    ] = None,
-    prefix_disk: Annotated[
-        str | None, typer.Option(help="Disk in the folder of --kv-dir for what --prefix-memory has no room for. Default: none.")
-    ] = None,
-    kv_dir: Annotated[
-        Path | None,
-        typer.Option(
-            help="Keep named documents in this folder, for the next start.", parser=options.folder, metavar="DIRECTORY"
-        ),
-    ] = None,
-    context: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[NAME=]FILE",
-            help="Prefill this text and keep it under NAME, or the file's name without suffix; may be repeated.",
-        ),
-    ] = None,
-    max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait; more are answered with 429.")] = 64,
-    grace: Annotated[float, typer.Option(min=0, help="Seconds for requests to finish after SIGTERM or Ctrl-C.")] = 30,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
-    api_key_file: Annotated[
-        Path | None, typer.Option(help="Require one of the keys in this file, one a line.", exists=True, dir_okay=False)
-    ] = None,
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(help="Without keys, answer under this host name too; may be repeated. [bold]*[/]: under any."),
-    ] = None,
+    prefix_memory: str | None = option(
+        'Memory for prompts that others may begin with, such as "16GiB". Default: a quarter of what is free.'
+    ),
+    prefix_disk: str | None = option("Disk in the folder of --kv-dir for what --prefix-memory has no room for. Default: none."),
+    kv_dir: Path | None = option(
+        "Keep named documents in this folder, for the next start.", parser=options.folder, metavar="DIRECTORY"
+    ),
+    context: list[str] | None = option(
+        "Prefill this text and keep it under NAME, or the file's name without suffix; may be repeated.", metavar="[NAME=]FILE"
+    ),
+    max_waiting: int = option("Requests that may wait; more are answered with 429.", 64, min=0),
+    grace: float = option("Seconds for requests to finish after SIGTERM or Ctrl-C.", 30, min=0),
+    host: str = option("Address to listen on; 0.0.0.0: all.", "127.0.0.1"),
+    port: int = option("0: any that is free.", 8000, min=0, max=65535),
+    api_key_file: Path | None = file_option("Require one of the keys in this file, one a line."),
+    allowed_host: list[str] | None = option(
+        "Without keys, answer under this host name too; may be repeated. [bold]*[/]: under any."
+    ),
     chat_template: options.ChatTemplate = None,
-    generation_config: Annotated[
-        Literal["auto", "none"],
-        typer.Option(
-            help="Sampling of requests that do not say it: [bold]auto[/] by the model's generation config, [bold]none[/] as "
-            "OpenAI's, temperature 1."
-        ),
-    ] = "auto",
-    log_level: Annotated[
-        Literal["error", "warning", "info", "debug"],
-        typer.Option(help="info: a line for each request, without texts; debug: for those of the page and of probes too."),
-    ] = "info",
-    served_model_name: Annotated[
-        str | None, typer.Option(help="Name by which clients ask for the model. Default MODEL.")
-    ] = None,
-    tp: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Split the model by heads over this number of GPUs, one per process; host memory is each one's."
-        ),
-    ] = 1,
+    generation_config: Literal["auto", "none"] = option(
+        "Sampling of requests that do not say it: [bold]auto[/] by the model's generation config, [bold]none[/] as OpenAI's, "
+        "temperature 1.",
+        "auto",
+    ),
+    log_level: Literal["error", "warning", "info", "debug"] = option(
+        "info: a line for each request, without texts; debug: for those of the page and of probes too.", "info"
+    ),
+    served_model_name: str | None = option("Name by which clients ask for the model. Default MODEL."),
+    tp: int = option(
+        "Split the model by heads over this number of GPUs, one per process; host memory is each one's.", 1, min=1
+    ),
     device: options.Device = None,
     dtype: options.Dtype = "auto",
 ) -> None:
