@@ -7,17 +7,22 @@ import sys
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvthaw.cli import options, side_by_side
+from kvthaw.cli import options
 from kvthaw.cli.common import as_its_makers, cut_to, prompt_text, tell_template, warned
 from kvthaw.cli.groups import CacheOptions, ChatOptions, ModelOptions, SamplingOptions, file_option, flat, option
 from kvthaw.cli.progress import Reading, say, waiting
 from kvthaw.cli.words import attended, details, took
 from kvthaw.errors import ConfigError
+from kvthaw.formatting import seconds
+from kvthaw.method_names import AUTO
 from kvthaw.regions import BUDGET
+
+if TYPE_CHECKING:
+    from kvthaw.evaluate.variant import Variant
 
 EXAMPLES = (
     'Examples:\n\n  kvthaw generate "The sky is blue. The sun is" --max-new-tokens 8\n\n'
@@ -43,6 +48,18 @@ class _CacheOptions(CacheOptions):
         f"Most tokens attended per KV head and step, or a fraction of the length; several by commas. Default {BUDGET:,}.",
         metavar="TOKENS",
     )
+
+    @property
+    def several(self) -> bool:
+        """Whether several methods or several budgets are named."""
+        return len(options.names_of([self.method])) > 1 or "," in (self.budget or "")
+
+    def variants(self) -> list[Variant]:
+        """Return each method under each budget. Raises ConfigError for "auto", which chooses by the length."""
+        if AUTO in (name.partition(":")[0] for name in options.names_of([self.method])):
+            raise ConfigError(f"--method is {self.method!r}; auto chooses one method, so it has no place among several")
+        limits = None if self.budget is None else [self.budget], None if self.retrieved is None else [str(self.retrieved)]
+        return options.variants_of([self.method], *limits, [self.dense_layers])
 
 
 @flat
@@ -76,7 +93,7 @@ def generate(
 
     The text goes to stdout, progress and cache statistics to stderr.
     """
-    method, several = settings.method, side_by_side.is_wanted(settings)
+    method, several = settings.method, settings.several
     alone = replace(settings, budget=None, retrieved=None) if several else settings
     config = alone.config(drawing.seed)
     if kv is not None and kv_dir is not None:
@@ -88,7 +105,7 @@ def generate(
         warned(f"{prompt} is a file; its name is the prompt. --file {prompt} reads it.")
     from kvthaw.methods.auto import check_settings
 
-    ways = side_by_side.variants(settings) if several else []
+    ways: list[Variant | None] = [*settings.variants()] if several else [None]
     if not several:
         check_settings(method, config)  # what is wrong costs no loading
     sampling = drawing.sampling(max_new_tokens)
@@ -98,8 +115,9 @@ def generate(
     from kvthaw.engine.hf.kv_dir import KvDir, fill, keep, saved_tokens
     from kvthaw.engine.hf.model import check_prompt, positions
     from kvthaw.evaluate.machine import now, versions
+    from kvthaw.evaluate.variant import fork, whole
 
-    caches = (way.cache for way in ways) if several else [(method, config)]
+    caches = [(method, config) if way is None else way.cache for way in ways]
     llm, tokenizer = loading.load(caches, asked, None if cut else text, template.template())
     undecided = template.chat is None and asked is None
     if undecided:
@@ -116,20 +134,17 @@ def generate(
     longest = max(map(len, prompts))
     check_prompt(llm, longest)
     live = stream and not as_json
-    cache = None if ways else Cache(llm, method, sized_for=(1, longest, max_new_tokens), config=config)
+    if several:
+        cache = whole(llm, [way for way in ways if way is not None])
+    else:
+        cache = Cache(llm, method, sized_for=(1, longest, max_new_tokens), config=config)
     if undecided and not as_json:  # nothing is refused any more
         tell_template(loading.model, tokenizer, taken=asked is not None)
     sampling = as_its_makers(sampling, drawing.given, llm)
-    if cache is None:
-        side_by_side.answer_all(
-            llm, tokenizer, parts, questions, ways, config, sampling,
-            goes_on=asked is None, chunk=prefill_chunk, live=live, as_json=as_json,
-        )  # fmt: skip
-        return
     start, once = now(llm.device), kv is None and kv_dir is None and len(prompts) == 1
     shared = prompts[0] if once else shared_tokens(parts)
     taken = fill(cache, kv, shared, warned) if kv else folder.fill(cache, shared) if folder else 0
-    source = Prompts(llm, cache, method, prompts, shared, taken, prefill_chunk)
+    source = Prompts(llm, cache, cache.settings.method if several else method, prompts, shared, taken, prefill_chunk)
     with ExitStack() as shown:
         show = Reading(shown)
         logits = source.read(show)
@@ -141,40 +156,49 @@ def generate(
                 folder.keep(cache, list(shared), taken)
         for number, (own, after, kept) in enumerate(source.each(logits, show)):
             show.end()
-            if len(prompts) > 1 and not as_json:
+            if (several or len(prompts) > 1) and questions[number] and not as_json:
                 print(f"> {questions[number]}")
             ids = prompts[number]
-            answer = Answer(llm, tokenizer, own, after, sampling=sampling, prompt=ids, after=ids if asked is None else ())
-            first = now(llm.device) - start
-            for piece in answer:
-                if live:
-                    sys.stdout.write(piece)
-                    sys.stdout.flush()
-            stats, new = own.stats(), len(answer.tokens)
-            timing = {
-                "ttft_s": first if new else None,
-                "tt2t_s": answer.times[1] - start if new > 1 else None,
-                "tpot_s": answer.tpot_s,
-            }
-            if as_json:
-                record: dict[str, Any] = {
-                    "model": loading.model,
-                    "text": answer.text,
-                    "prompt_tokens": len(prompts[number]),
-                    "kept_tokens": kept,
-                    "new_tokens": new,
-                    "finish": answer.finish,
-                    "temperature": sampling.temperature,
-                    "seed": drawing.seed,
-                    **timing,
-                    **stats.to_dict(),
-                    "versions": versions(),
-                }
-                print(json.dumps(({"question": questions[number]} if question else {}) | record), flush=True)
-            else:
+            for way in ways:
+                held = own if way is None else fork(own, way, config=config)
+                answer = Answer(llm, tokenizer, held, after, sampling=sampling, prompt=ids, after=ids if asked is None else ())
+                first = now(llm.device) - start
+                if way is not None and not as_json:
+                    print(f"{way.label}: ", end="")
+                for piece in answer:
+                    if live:
+                        sys.stdout.write(piece)
+                        sys.stdout.flush()
+                new = len(answer.tokens)
+                timing: dict[str, Any] = {"tpot_s": answer.tpot_s}
+                if way is None:  # several share a prefill
+                    second = answer.times[1] - start if new > 1 else None
+                    timing = {"ttft_s": first if new else None, "tt2t_s": second} | timing
+                if as_json:
+                    record = {
+                        **({"question": questions[number]} if questions[number] else {}),
+                        **({} if way is None else {"variant": way.label}),
+                        "model": loading.model,
+                        "text": answer.text,
+                        "prompt_tokens": len(ids),
+                        "kept_tokens": kept,
+                        "new_tokens": new,
+                        "finish": answer.finish,
+                        "temperature": sampling.temperature,
+                        "seed": drawing.seed,
+                        **timing,
+                        **held.stats().to_dict(),
+                        "versions": versions(),
+                    }
+                    print(json.dumps(record), flush=True)
+                    continue
                 print("" if live else answer.text)
-                prefilled = len(prompts[number]) - kept
-                lines = [attended(own), took(prefilled, kept, timing["ttft_s"], timing["tpot_s"], new)]
-                for line in [*lines, *(details(own) if verbose else ())]:
+                if way is None:
+                    lines = [attended(held), took(len(ids) - kept, kept, timing["ttft_s"], answer.tpot_s, new)]
+                    lines += details(held) if verbose else ()
+                else:
+                    each = "" if not answer.tpot_s else f" {seconds(answer.tpot_s)} per token;"
+                    lines = [f"{attended(held)}{each} {details(held)[0]}."]
+                for line in lines:
                     say(line)
             start = now(llm.device)
