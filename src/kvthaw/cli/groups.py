@@ -30,7 +30,8 @@ def flat(command: Callable[..., None]) -> Callable[..., None]:
     groups: dict[str, Any] = {}
     for one in signature.parameters.values():
         if is_dataclass(one.annotation):
-            groups[one.name] = group = one.annotation
+            group: Any = one.annotation
+            groups[one.name] = group
             hints = get_type_hints(group, include_extras=True)
             each += [_parameter(field.name, hints[field.name], field, group.panel) for field in fields(group)]
         else:

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 from importlib import resources
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from kvthaw.engine.text import TextStream, decode
 from kvthaw.errors import ConfigError
+from kvthaw.evaluate.variant import Variant
 from kvthaw.inspect.pack import pack, pack_sets, stacked
 from kvthaw.inspect.passages import passages
 from kvthaw.inspect.recorder import Recording
@@ -29,11 +31,10 @@ def asset(name: str) -> str:
     return (resources.files("kvthaw.inspect") / "web" / name).read_text(encoding="utf-8")
 
 
-def label(method: str, budget: float | None, retrieved: float | None) -> str:
+def label(variant: Variant) -> str:
     """Return the label of a method and its budget."""
-    return (
-        f"{method}, budget {BUDGET if budget is None else budget}" if retrieved is None else f"{method}, {retrieved} retrieved"
-    )
+    limited = variant.budget is not None or variant.retrieved is not None
+    return replace(variant, budget=variant.budget if limited else BUDGET, dense_layers=None).label
 
 
 def texts(tokenizer: Any, tokens: Sequence[int], after: Sequence[int] = ()) -> list[str]:
@@ -92,12 +93,11 @@ def replay_data(
     run: Run, tokenizer: Any, tokens: int, prompt: Sequence[int] = (), answer: Sequence[int] = (), *, grain: int = 1
 ) -> dict[str, Any]:
     """Return a run's recalled tokens, the sources of its answer, its alternative tokens and its bytes by memory."""
-    of = run.variant
-    name, said = label(of.method, of.budget, of.retrieved), words(tokenizer, run.said)
+    said = words(tokenizer, run.said)
     known = {"places": run.places} if any(run.places.values()) else {}
     best = passage_data(run.recording, tokenizer, prompt, answer)
     more = known | ({"said": said} if said else {}) | ({"passages": best} if best else {})
-    return run_data(name, run.recording, tokens, grain=grain, **more)
+    return run_data(label(run.variant), run.recording, tokens, grain=grain, **more)
 
 
 def words(tokenizer: Any, tokens: Sequence[int]) -> list[str]:

@@ -22,6 +22,11 @@ _LEAST = 0.2
 """A passage scores at least this share of the best one's score."""
 
 
+def before_question(prompt: Sequence[int]) -> Sequence[int]:
+    """Return the tokens of a prompt before the ones that count as its question."""
+    return prompt[: len(prompt) - min(RECENT, len(prompt) // 2)]
+
+
 @dataclass(frozen=True, slots=True)
 class Passage:
     """Neighbouring tokens that an answer came from. At most a `share` of the KV heads recalled one of them as the answer said its

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from kvthaw.engine.decode import decode
 from kvthaw.engine.generation_config import stop_tokens
 from kvthaw.engine.hf import Cache, PreTrainedModel
 from kvthaw.engine.hf.model import check_prompt, check_text, positions
-from kvthaw.engine.prefill import chunks, prefill
+from kvthaw.engine.prefill import prefill
 from kvthaw.engine.sampling import GREEDY, Sampler, Sampling
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.evaluate.variant import Variant, check_retrieves, fork, whole
@@ -89,44 +89,14 @@ def inspect(
     for variant in variants:
         run = Run(variant)
         stops = stop_tokens(model, tokenizer)
-        steps = _record(
-            model, fork(base, variant), base.kv.layers, logits, run, answer, exact, stops, limit, sampling, before + asked
-        )
-        for _ in steps:
+        cache = fork(base, variant)
+        for _ in record(model, cache, base.kv.layers, logits, run, answer, exact, stops, limit, sampling, before + asked):
             pass
         runs.append(run)
     return Inspection(before, asked, answer, runs)
 
 
-def replay(
-    model: PreTrainedModel,
-    variant: Variant,
-    prompt: Sequence[int],
-    answer: Sequence[int],
-    *,
-    exact: bool = False,
-    chunk: int | None = None,
-) -> Generator[Run]:
-    """Record the recall of a variant for a given prompt and answer.
-
-    exact: rank all tokens at every step.
-    chunk: as for `prefill`.
-
-    Yields the run after each chunk and each token, so that a caller may do other work between. The last one completes the
-    run. Raises ConfigError for a method that retrieves nothing.
-    """
-    check_retrieves(variant)
-    cache, run = Cache(model, variant.resolved, budget=variant.budget, retrieved=variant.retrieved), Run(variant)
-    logits = torch.empty(0)
-    for after in chunks(model, cache, prompt, chunk=chunk):
-        logits = after
-        yield run
-    cache.wait()
-    for _ in _record(model, cache, (), logits, run, list(answer), exact, frozenset(), len(answer)):
-        yield run
-
-
-def _record(
+def record(
     model: PreTrainedModel,
     cache: Cache,
     reference: Sequence[LayerKV],
@@ -139,7 +109,11 @@ def _record(
     sampling: Sampling = GREEDY,
     prompt: Sequence[int] = (),
 ) -> Iterator[None]:
-    """Send the answer through a cache that holds the prompt; an answer that is empty is filled. Yields between tokens."""
+    """Send an answer through a cache that holds the prompt, and record it. Fill an empty answer. Yields between tokens.
+
+    reference: layers that hold the prompt in full.
+    exact: rank all tokens at every step.
+    """
     given, sampler = list(answer), Sampler(1, logits.shape[-1], logits.device)
     sampler.join(0, sampling, prompt, stops)
     recorder = Recorder(cache.kv)

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from kvthaw.cache.device_memory import uncollected
 from kvthaw.errors import hint
 from kvthaw.serve.clients import client_of
-from kvthaw.serve.errors import ApiError
+from kvthaw.serve.errors import ApiError, busy, client_left
 from kvthaw.serve.fields import Body, names_at, names_within
 from kvthaw.serve.lanes import FullError, Share
 
@@ -60,10 +60,9 @@ class BodyRoute(APIRoute):
                 try:
                     await own.read()
                 except ClientDisconnect:
-                    raise ApiError(499, "the client has left", code="client_left") from None
+                    raise client_left() from None
                 except FullError:
-                    says = f"{WAITING} large bodies wait"
-                    raise ApiError(429, says, code="rate_limit_exceeded", headers={"Retry-After": "1"}) from None
+                    raise busy(f"{WAITING} large bodies wait") from None
             return await handle(own)
 
         return handler

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 from starlette.types import Receive
 
-from kvthaw.serve.errors import ApiError, shutting_down
+from kvthaw.serve.errors import client_left, shutting_down
 from kvthaw.serve.jobs import Job
 from kvthaw.serve.service import Service
 
@@ -56,7 +56,7 @@ async def while_connected(service: Service, work: Coroutine[Any, Any, Result], r
         await asyncio.wait({worked, *others}, return_when=asyncio.FIRST_COMPLETED)
         if worked.done():
             return worked.result()
-        raise shutting_down() if others[1].done() else ApiError(499, "the client has left", code="client_left")
+        raise shutting_down() if others[1].done() else client_left()
     finally:
         for task in (worked, *others):
             task.cancel()

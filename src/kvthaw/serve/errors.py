@@ -70,6 +70,16 @@ def too_long(error: TooLongError, param: str) -> ApiError:
     return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
+def client_left() -> ApiError:
+    """Return the error for a request whose client no longer waits."""
+    return ApiError(499, "the client has left", code="client_left")
+
+
+def busy(message: str, seconds: int = 1) -> ApiError:
+    """Return the error for a request that finds too many others waiting, and may come again after a number of seconds."""
+    return ApiError(429, message, code="rate_limit_exceeded", headers={"Retry-After": str(seconds)})
+
+
 def shutting_down() -> ApiError:
     """Return the error for a request that comes too late."""
     return ApiError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "5"})

@@ -25,7 +25,7 @@ from kvthaw.engine.tool_calls import CallReader, ToolFormat
 from kvthaw.errors import ConfigError, TooLongError
 from kvthaw.serve.compilers import Compilers
 from kvthaw.serve.documents import Documents
-from kvthaw.serve.errors import ApiError, shutting_down, too_long
+from kvthaw.serve.errors import ApiError, busy, shutting_down, too_long
 from kvthaw.serve.fields import Body
 from kvthaw.serve.jobs import Job
 from kvthaw.serve.lanes import Share
@@ -116,7 +116,7 @@ class Service:
         if not self.ready:
             raise shutting_down()
         if (full := self.worker.full(outputs)) is not None:
-            raise ApiError(429, full, code="rate_limit_exceeded", headers={"Retry-After": "1"})
+            raise busy(full)
 
     async def encode(
         self, text: str, *, special: bool = True, behind: Sequence[int] = (), param: str = "prompt", client: str = ""

@@ -41,6 +41,16 @@ class Recall:
         """Whether more may come."""
         return self.request.finished is None and len(self.recording.selected) < MOST_TOKENS
 
+    @property
+    def prompt(self) -> list[int]:
+        """The tokens of the prompt."""
+        return list(self.request.spec.ids.tolist())
+
+    @property
+    def answer(self) -> list[int]:
+        """The answer's first tokens, one for each step that is recorded."""
+        return self.request.tokens[: len(self.recording.selected)]
+
 
 class Watcher:
     """Watches the steps of a batch. Only the worker's thread uses it, except record() and recalls, which the event loop uses.
