@@ -130,6 +130,25 @@ def test_a_request_that_leaves_takes_only_its_own_along(llama: PreTrainedModel, 
                 batch.step()
 
 
+@pytest.mark.parametrize("method", ["oracle", "full"])
+def test_a_request_that_is_preempted_keeps_what_was_not_finite(llama: PreTrainedModel, method: str) -> None:
+    batch = kvthaw.Batch(llama, method, max_seqs=1, capacity=300, budget=None if method == "full" else 64)
+    request = batch.join(IDS, max_new_tokens=20, stop=[])
+    while not batch.decoding:
+        batch.step()
+    hook = spoil_the_first(llama)
+    batch.step()
+    hook.remove()
+    assert batch.preempt(request), "not kept"
+    other = batch.join(IDS, max_new_tokens=3, stop=[])
+    while not other.finished:
+        batch.step()
+    batch.join(request)
+    for _ in range(2):
+        with pytest.raises(CacheError, match="not finite in layer 1 while decoding sequence 0"):
+            batch.step()
+
+
 def test_beams_take_along_what_was_not_finite(llama: PreTrainedModel) -> None:
     cache = kvthaw.Cache(llama, "oracle", budget=64)
     with torch.no_grad():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from kvthaw.cache.layer_base import LayerKV
 from kvthaw.cache.offloaded_layer import OffloadedLayer
@@ -75,8 +76,20 @@ class FiniteCheck:
         """Forget the prompt of a sequence and clear its flags in all layers. Flags of other sequences stay."""
         self._prompts.pop(seq, None)
         self._asked = None  # it may have a flag of this sequence
-        if flags := [flag[seq] for layer in layers if (flag := layer.nonfinite()) is not None]:
-            torch._foreach_zero_(flags)
+        if flags := _flags(seq, layers):
+            torch._foreach_zero_(list(flags.values()))
+
+    def export(self, seq: int, layers: Sequence[LayerKV]) -> list[int]:
+        """Return the numbers of the layers that have the flag of a sequence set. Waits for the device."""
+        flags = _flags(seq, layers)
+        found = torch.stack(list(flags.values())).tolist() if flags else []
+        return [number for number, flag in zip(flags, found, strict=True) if flag]
+
+    def load(self, seq: int, layers: Sequence[LayerKV], nonfinite: Sequence[int]) -> None:
+        """Set the flags of a sequence in the layers of these numbers."""
+        for number, flag in _flags(seq, layers).items() if nonfinite else ():
+            if number in nonfinite:
+                flag.fill_(1)
 
     def check(self) -> None:
         """Raise CacheError for the first layer whose flag is known to be set. Does nothing while a step is captured."""
@@ -107,3 +120,8 @@ class FiniteCheck:
         self.ask(layers)
         if not self._cuda:
             self.check()
+
+
+def _flags(seq: int, layers: Sequence[LayerKV]) -> dict[int, Tensor]:
+    """Return views of a sequence's flags, by number of the layer."""
+    return {layer.number: flag[seq] for layer in layers if (flag := layer.nonfinite()) is not None}

@@ -89,7 +89,8 @@ class KVCache(Forward):
         for device in {tensor.device for layer in self.layers for tensor in layer.tensors()[:1]}:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
-        return SequenceState(self.sequences.length(seq), self.sequences.ring_start[seq], layers, self.layers)
+        nonfinite = self.finite.export(seq, self.layers)
+        return SequenceState(self.sequences.length(seq), self.sequences.ring_start[seq], layers, self.layers, nonfinite)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -106,6 +107,7 @@ class KVCache(Forward):
             self.sequences.ring_start[seq] = state.ring_start
             for layer, own in zip(self.layers, state.layers, strict=True):
                 layer.load(seq, own, self.sequences.indexed(seq))
+            self.finite.load(seq, self.layers, state.nonfinite)
         except BaseException:
             self.clear(seq)
             raise

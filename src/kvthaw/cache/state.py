@@ -74,6 +74,7 @@ class SequenceState:
     """A sequence in host memory: its length, where its ring begins, and its state in each layer.
 
     home: the layers in force when it was exported, to which it must return.
+    nonfinite: numbers of the layers whose decoded keys or values were not finite.
     states: state of layers that kvthaw does not serve.
     """
 
@@ -81,6 +82,7 @@ class SequenceState:
     ring_start: int
     layers: Sequence[LayerState]
     home: tuple[object, ...]
+    nonfinite: Sequence[int] = ()
     states: dict[Any, Tensor] = field(default_factory=dict)
 
     def host_bytes(self) -> int:
