@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError
@@ -91,12 +91,15 @@ def either(measured: Callable[[Any], str | None], says: str) -> Discriminator:
     return Discriminator(measured, custom_error_type="kind", custom_error_message=says)
 
 
-TextOrList = either(shape, "it must be a string or a list")
+A = TypeVar("A")
+B = TypeVar("B")
+TextOrList = Annotated[Annotated[A, Tag("text")] | Annotated[B, Tag("list")], either(shape, "it must be a string or a list")]
+Several = Annotated[list[A], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
 Prompt = Annotated[
     Annotated[Text, Tag("text")]
-    | Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True), Tag("list of texts")]
+    | Annotated[Several[Text], Tag("list of texts")]
     | Annotated[Tokens, Tag("tokens")]
-    | Annotated[list[Tokens], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True), Tag("list of tokens")],
+    | Annotated[Several[Tokens], Tag("list of tokens")],
     either(_kind, "it must be a string, token ids, or a list of either"),
 ]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self
+from dataclasses import fields
+from typing import Annotated, Any, ClassVar, Generic, Literal, Self
 
 from pydantic import Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
@@ -19,16 +20,17 @@ from kvthaw.methods import METHODS
 from kvthaw.serve.errors import ApiError
 from kvthaw.serve.fields import (
     MOST_PARTS,
-    MOST_PROMPTS,
     MOST_STOP_LENGTH,
     MOST_STOPS,
     MOST_TOKEN_RULES,
     MOST_TOKENS,
+    A,
     Body,
     Count,
     Name,
     Only,
     Prompt,
+    Several,
     Short,
     Text,
     TextOrList,
@@ -42,11 +44,7 @@ MOST_LOGPROBS = 20
 """Most alternatives that are reported for each token."""
 
 _StopString = Annotated[str, Field(min_length=1, max_length=MOST_STOP_LENGTH)]
-_Stop = Annotated[
-    Annotated[_StopString, Tag("text")]
-    | Annotated[list[_StopString], Field(max_length=MOST_STOPS, fail_fast=True), Tag("list")],
-    TextOrList,
-]
+_Stop = TextOrList[_StopString, Annotated[list[_StopString], Field(max_length=MOST_STOPS, fail_fast=True)]]
 MOST_TOOLS = 128
 MOST_ARGUMENTS = 1 << 18
 """Characters of the arguments of a call."""
@@ -79,6 +77,11 @@ class TextFormat(Body):
 
     type: Literal["text", "json_object"]
 
+    @property
+    def json_schema(self) -> Literal["json_object"] | None:
+        """See Sampled.json_format."""
+        return "json_object" if self.type == "json_object" else None
+
 
 class SchemaFormat(Body):
     """JSON by a schema, as completions name it."""
@@ -92,13 +95,14 @@ class FlatSchemaFormat(JsonSchema):
 
     type: Literal["json_schema"]
 
+    @property
+    def json_schema(self) -> JsonSchema:
+        """See Sampled.json_format."""
+        return self
+
 
 def _choice(value: Any) -> str | None:
     return "object" if isinstance(value, dict) else shape(value)
-
-
-def _json_object(asked: TextFormat | None) -> Literal["json_object"] | None:
-    return "json_object" if asked is not None and asked.type == "json_object" else None
 
 
 class Sampled(Body):
@@ -138,7 +142,7 @@ class Sampled(Body):
     @property
     def outputs(self) -> int:
         """Outputs of each prompt."""
-        return 1
+        return int(getattr(self, "n", 1))
 
     @property
     def json_format(self) -> JsonSchema | Literal["json_object"] | None:
@@ -169,26 +173,18 @@ class Sampled(Body):
         if self.recall is not None and self.outputs > 1:
             raise ApiError(400, f"recall is given with n={self.outputs}; one output is recorded", param="recall")
 
-    def sampling(self, grammar: Grammar | None) -> Sampling:
-        """Return the sampling settings of an output; raises ConfigError."""
+    @property
+    def wanted(self) -> dict[str, Any]:
+        """The settings of `Sampling` that this kind of request names otherwise than others."""
         raise NotImplementedError
 
-    def _sampling(self, max_tokens: int | None, logprobs: int | None, **more: Any) -> Sampling:
-        return Sampling(
-            temperature=self.temperature,
-            top_k=self.top_k if self.top_k > 0 else None,
-            top_p=self.top_p,
-            seed=secrets.randbits(63) if self.seed is None else self.seed,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            max_tokens=max_tokens,
-            min_tokens=self.min_tokens,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=self.ignore_eos,
-            include_stop=self.include_stop_str_in_output,
-            logprobs=logprobs,
-            **more,
-        )
+    def sampling(self, grammar: Grammar | None) -> Sampling:
+        """Return the sampling settings of an output; raises ConfigError."""
+        same = {one.name for one in fields(Sampling)} & type(self).model_fields.keys()
+        given: dict[str, Any] = {name: getattr(self, name) for name in same}
+        given |= {"top_k": self.top_k if self.top_k > 0 else None, "include_stop": self.include_stop_str_in_output}
+        given["seed"] = secrets.randbits(63) if self.seed is None else self.seed
+        return Sampling(**given | self.wanted, grammar=grammar)
 
 
 class NoTools(Body):
@@ -212,29 +208,13 @@ class Generation(Sampled):
     response_format: Annotated[TextFormat | SchemaFormat, Field(discriminator="type")] | None = None
 
     @property
-    def outputs(self) -> int:
-        return self.n
-
-    @property
     def json_format(self) -> JsonSchema | Literal["json_object"] | None:
-        asked = self.response_format
-        return asked.json_schema if isinstance(asked, SchemaFormat) else _json_object(asked)
+        return None if self.response_format is None else self.response_format.json_schema
 
     def check(self) -> None:
         super().check()
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is given; it needs stream", param="stream_options")
-
-    def _sampling(self, max_tokens: int | None, logprobs: int | None, **more: Any) -> Sampling:
-        return super()._sampling(
-            max_tokens,
-            logprobs,
-            frequency_penalty=self.frequency_penalty,
-            presence_penalty=self.presence_penalty,
-            logit_bias=self.logit_bias,
-            stop=self.stop,
-            **more,
-        )
 
 
 class CompletionRequest(NoTools, Generation):
@@ -258,9 +238,9 @@ class CompletionRequest(NoTools, Generation):
         one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         return [self.prompt] if one else self.prompt  # type: ignore[list-item, return-value]
 
-    def sampling(self, grammar: Grammar | None) -> Sampling:
-        scored = self.logprobs if self.echo else None
-        return self._sampling(max(1, self.max_tokens or 0), self.logprobs, prompt_logprobs=scored, grammar=grammar)
+    @property
+    def wanted(self) -> dict[str, Any]:
+        return {"max_tokens": max(1, self.max_tokens or 0), "prompt_logprobs": self.logprobs if self.echo else None}
 
 
 class TextPart(Body):
@@ -310,10 +290,7 @@ class Message(Body):
     """A turn of a conversation. content may be null if there are tool_calls."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[
-        Annotated[str, Tag("text")] | Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True), Tag("list")],
-        TextOrList,
-    ] = ""
+    content: TextOrList[str, Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True)]] = ""
     name: Short | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS, fail_fast=True)] = Field(default=[])
     tool_call_id: Short | None = None
@@ -343,52 +320,41 @@ class Message(Body):
         return {"role": self.role, "content": _joined(self.content)} | others | calls
 
 
-class Function(Body):
-    """A function that the model may call.
-
-    strict: its arguments satisfy the schema, and objects in them have only the named members.
-    """
-
-    name: FunctionName
-    description: Annotated[str, Field(max_length=1 << 15)] | None = None
-    parameters: dict[str, Any] = Field({"type": "object", "properties": {}})
-    strict: bool = False
-
-
-class Tool(Body):
-    """A function, as chat completions name it."""
-
-    type: Literal["function"]
-    function: Function
-
-
 class NamedFunction(Body):
     """The function to call."""
 
     name: FunctionName
 
 
-class NamedTool(Body):
-    """The same, as chat completions name it."""
+class Function(NamedFunction):
+    """A function that the model may call.
+
+    strict: its arguments satisfy the schema, and objects in them have only the named members.
+    """
+
+    description: Annotated[str, Field(max_length=1 << 15)] | None = None
+    parameters: dict[str, Any] = Field({"type": "object", "properties": {}})
+    strict: bool = False
+
+
+class Tool(Body, Generic[A]):
+    """A function, as chat completions name it."""
 
     type: Literal["function"]
-    function: NamedFunction
-
-
-_Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
+    function: A
 
 
 class ChatRequest(Generation):
     """Of POST /v1/chat/completions."""
 
-    messages: _Messages
+    messages: Several[Message]
     max_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] = Field([])
+    tools: Annotated[list[Tool[Function]], Field(max_length=MOST_TOOLS, fail_fast=True)] = Field([])
     tool_choice: Annotated[
-        Annotated[Literal["none", "auto", "required"], Tag("text")] | Annotated[NamedTool, Tag("object")],
+        Annotated[Literal["none", "auto", "required"], Tag("text")] | Annotated[Tool[NamedFunction], Tag("object")],
         either(_choice, "it must be a string or an object"),
     ] = "auto"
     functions: Annotated[list[Any], Only([], instead="use tools")] = Field([])
@@ -408,7 +374,7 @@ class ChatRequest(Generation):
             raise ApiError(400, f"tools has two functions named {twice!r}", param="tools")
         if choice not in ("none", "auto") and not names:
             raise ApiError(400, "tool_choice asks for a call; tools has no function", param="tool_choice")
-        if isinstance(choice, NamedTool) and choice.function.name not in names:
+        if isinstance(choice, Tool) and choice.function.name not in names:
             says = f"tool_choice names {choice.function.name!r}, which is not in tools"
             raise ApiError(400, says, param="tool_choice")
         if self.call_names and self.json_format is not None:
@@ -426,7 +392,7 @@ class ChatRequest(Generation):
             return None
         if choice == "auto" and several and not any(each.strict for each in functions):
             return None
-        if isinstance(choice, NamedTool):
+        if isinstance(choice, Tool):
             functions, several = [each for each in functions if each.name == choice.function.name], False
         required = choice not in ("none", "auto")
         schemas = {each.name: (each.parameters if required or each.strict else ANY_OBJECT, each.strict) for each in functions}
@@ -436,9 +402,10 @@ class ChatRequest(Generation):
     def plain_tools(self) -> list[dict[str, Any]]:
         return [tool.model_dump(exclude={"function": {"strict"}}, exclude_none=True) for tool in self.tools]
 
-    def sampling(self, grammar: Grammar | None) -> Sampling:
+    @property
+    def wanted(self) -> dict[str, Any]:
         new, likeliest = self.max_completion_tokens or self.max_tokens, (self.top_logprobs or 0) if self.logprobs else None
-        return self._sampling(new, likeliest, grammar=grammar, show_tokens=SPECIAL if self.tools else ())
+        return {"max_tokens": new, "logprobs": likeliest, "show_tokens": SPECIAL if self.tools else ()}
 
 
 class InputPart(Body):
@@ -456,10 +423,7 @@ class InputMessage(Body):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[
-        Annotated[str, Tag("text")] | Annotated[list[InputPart], Field(max_length=MOST_PARTS, fail_fast=True), Tag("list")],
-        TextOrList,
-    ]
+    content: TextOrList[str, Annotated[list[InputPart], Field(max_length=MOST_PARTS, fail_fast=True)]]
     id: Short | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
@@ -479,11 +443,7 @@ class ResponsesRequest(NoTools, Sampled):
     """Of POST /v1/responses. The server keeps no response, so that no request can refer to one by its id."""
 
     format_field = "text"
-    input: Annotated[
-        Annotated[Text, Tag("text")]
-        | Annotated[list[InputMessage], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True), Tag("list")],
-        TextOrList,
-    ]
+    input: TextOrList[Text, Several[InputMessage]]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     text: ResponseText = ResponseText()
@@ -513,11 +473,11 @@ class ResponsesRequest(NoTools, Sampled):
 
     @property
     def json_format(self) -> JsonSchema | Literal["json_object"] | None:
-        asked = self.text.format
-        return asked if isinstance(asked, FlatSchemaFormat) else _json_object(asked)
+        return self.text.format.json_schema
 
-    def sampling(self, grammar: Grammar | None) -> Sampling:
-        return self._sampling(self.max_output_tokens, (self.top_logprobs or 0) if self.include else None, grammar=grammar)
+    @property
+    def wanted(self) -> dict[str, Any]:
+        return {"max_tokens": self.max_output_tokens, "logprobs": (self.top_logprobs or 0) if self.include else None}
 
 
 class TokenizeRequest(Body):
@@ -525,7 +485,7 @@ class TokenizeRequest(Body):
 
     model: Short | None = None
     prompt: str | None = None
-    messages: _Messages | None = None
+    messages: Several[Message] | None = None
     add_special_tokens: bool = True
 
     def check(self) -> None:
@@ -565,7 +525,7 @@ class ContextRequest(Body):
     name: Name
     text: Text | None = None
     document: Text | None = None
-    messages: _Messages | None = None
+    messages: Several[Message] | None = None
     cache_salt: str = Field("", max_length=256)
     wait: bool = Field(True, description="whether the answer comes when the document is kept; else at once, with a status")
 
