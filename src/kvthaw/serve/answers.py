@@ -110,8 +110,11 @@ class Answer:
         """Return the answer to a request without streaming."""
         raise NotImplementedError
 
-    def added(self, delta: Delta) -> bytes:
-        """Return the encoded events of a delta, and count its tokens."""
+    def added(self, deltas: Sequence[Delta]) -> bytes:
+        """Return the encoded events of deltas, and count their tokens."""
+        return b"".join(map(self._added, deltas))
+
+    def _added(self, delta: Delta) -> bytes:
         return self.encode(self.parts(delta))
 
     def encode(self, events: Sequence[Json]) -> bytes:
@@ -154,12 +157,12 @@ class Completion(Answer):
         # By output, the bytes before and after the text in its events after the first.
         self._around: dict[int, list[bytes]] = {}
 
-    def added(self, delta: Delta) -> bytes:
+    def _added(self, delta: Delta) -> bytes:
         around = self._around.get(delta.index)
         if around is not None and not (delta.logprobs or delta.finished):
             self._count(delta)
             return _json(delta.text).join(around) if delta.text else b""
-        sent = super().added(delta)
+        sent = super()._added(delta)
         options = self._body.stream_options
         if (
             sent

@@ -23,7 +23,7 @@ from kvthaw.serve.bodies import BodyRoute, LargeBodies, invalid
 from kvthaw.serve.clients import attended, client_of, service_of, while_connected
 from kvthaw.serve.errors import ERRORS, ApiError, as_api_error
 from kvthaw.serve.guard import Guard
-from kvthaw.serve.jobs import Delta, Job
+from kvthaw.serve.jobs import Job
 from kvthaw.serve.request_log import RequestLog
 from kvthaw.serve.responses import ResponseAnswer
 from kvthaw.serve.schema import (
@@ -68,10 +68,8 @@ def create_app(service: Service, *, api_keys: Sequence[str] = (), hosts: Collect
         app.include_router(each, responses=ERRORS)
     app.add_middleware(Guard, api_keys=api_keys, hosts=hosts)
     app.add_middleware(RequestLog)
-    app.add_exception_handler(ApiError, _raised)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _failed)
+    for kind in (ApiError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, _refuse)
     return app
 
 
@@ -103,10 +101,7 @@ async def completions(body: CompletionRequest, http: Request) -> Response:
     client = client_of(http)
     before = await service.context_tokens(body, client)
     encode = partial(service.encode, behind=before, client=client)
-    prompts = [
-        before + (await while_connected(service, encode(one), http.receive) if isinstance(one, str) else one)
-        for one in body.prompts
-    ]
+    prompts = [before + (await while_connected(http, encode(one)) if isinstance(one, str) else one) for one in body.prompts]
     return await _generate(http, body, prompts, CompletionAnswer)
 
 
@@ -119,10 +114,8 @@ async def models(http: Request) -> Json:
 @router.get("/v1/models/{name:path}")
 async def model(name: str, http: Request) -> Json:
     """Describe the model that is served."""
-    service = service_of(http)
-    if name != service.name:
-        raise ApiError(404, f"the model {name!r} is not served; {service.name!r} is", param="model", code="model_not_found")
-    return _card(service)
+    service_of(http).check_name(name)
+    return _card(service_of(http))
 
 
 @router.post("/tokenize")
@@ -182,7 +175,7 @@ async def _converse(body: ChatRequest | ResponsesRequest, http: Request, kind: t
     service, body = _accepted(body, http)
     reader = service.call_reader(body)
     encode = service.encode_chat(body.messages, body, param=kind.param, client=client_of(http))
-    return await _generate(http, body, [await while_connected(service, encode, http.receive)], kind, reader)
+    return await _generate(http, body, [await while_connected(http, encode)], kind, reader)
 
 
 async def _generate(
@@ -192,26 +185,25 @@ async def _generate(
     kind: type[Answer],
     reader: Callable[[], CallReader] | None = None,
 ) -> Response:
-    service = service_of(http)
+    service, client = service_of(http), client_of(http)
     answer = kind(body, prompts, service.tokenizer, service.name)
     answer.reader = reader
     try:
-        grammar = await while_connected(service, service.grammar(body, client_of(http)), http.receive)
-        sampling = body.sampling(grammar)
+        sampling = body.sampling(await while_connected(http, service.grammar(body, client)))
     except ConfigError as error:
         raise refused(body, error, kind.param) from None
-    job = service.submit(body, prompts, sampling, kind.param, answer.id, client_of(http))
+    job = service.submit(body, prompts, sampling, kind.param, answer.id, client)
     http.state.job, http.state.outputs = job, body.outputs
     if body.stream:
-        return EventStream(service, job, _events(service, job, answer, client_of(http)))
-    async with attended(service, job, http.receive):
+        return EventStream(http, job, _events(service, job, answer, client))
+    async with attended(http, job):
         outputs = await job.whole()
     answer.warning = await service.documents.save(job)
     if outputs and outputs[-1].error is not None:
         raise as_api_error(outputs[-1].error)
     if len(outputs) < len(job.requests) or any(output.finished is None for output in outputs):
         return Response(status_code=499)  # no client reads it
-    said = await service.render(partial(_whole, answer, outputs), scores_in(outputs), client_of(http))
+    said = await service.render(lambda: written(answer.whole(outputs)), scores_in(outputs), client)
     return Response(said, media_type="application/json")
 
 
@@ -221,7 +213,7 @@ async def _events(service: Service, job: Job, answer: Answer, client: str) -> As
     async for deltas in job.stream(KEEP_ALIVE):
         error = deltas[-1].error if deltas else None
         new = [delta for delta in deltas if delta.error is None]
-        added = await service.render(partial(_added, answer, new), scores_in(new), client)
+        added = await service.render(partial(answer.added, new), scores_in(new), client)
         if error is not None:
             yield added + answer.encode([answer.failed(as_api_error(error))])
             return
@@ -231,58 +223,44 @@ async def _events(service: Service, job: Job, answer: Answer, client: str) -> As
     yield await service.render(lambda: answer.encode(answer.closing()), answer.repeats, client) + answer.ending
 
 
-def _added(answer: Answer, deltas: Sequence[Delta]) -> bytes:
-    return b"".join(map(answer.added, deltas))
-
-
-def _whole(answer: Answer, outputs: Sequence[Delta]) -> bytes:
-    return written(answer.whole(outputs))
-
-
 class EventStream(StreamingResponse):
     """A stream of events that cancels its job when it ends for any reason."""
 
-    def __init__(self, service: Service, job: Job, events: AsyncIterator[bytes]) -> None:
+    def __init__(self, http: Request, job: Job, events: AsyncIterator[bytes]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._service, self._job = service, job
+        self._http, self._job = http, job
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with attended(self._service, self._job, receive):
+        async with attended(self._http, self._job):
             await self.stream_response(send)
 
 
 def _card(service: Service) -> Json:
-    card = {"id": service.name, "object": "model", "created": service.created, "owned_by": "kvthaw"}
     batch = service.batch
-    more = {
+    return {
+        "id": service.name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "kvthaw",
+        "max_model_len": batch.capacity,
+        "chat_template": service.chats,
         "method": batch.method,
         "methods": [*METHODS],
         "kv_bytes_per_token": kv_bytes(batch.model, (one.number for one in batch.cache.kv.layers if one.keeps_all)),
     }
-    return card | {"max_model_len": batch.capacity, "chat_template": service.chats, **more}
 
 
-async def _raised(http: Request, error: Exception) -> Response:
-    return _noted(http, as_api_error(error))
-
-
-async def _failed(http: Request, error: Exception) -> Response:
-    return _noted(http, ApiError(500, "the server failed on this request", code="internal_error"))
-
-
-async def _http_error(http: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    if error.status_code == 404:
-        return _noted(http, ApiError(404, f"{http.method} {http.url.path} is not served; /openapi.json lists what is"))
-    return _noted(http, ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {})))
-
-
-async def _invalid(http: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    return _noted(http, invalid(http, error))
-
-
-def _noted(http: Request, error: ApiError) -> Response:
+async def _refuse(http: Request, error: Exception) -> Response:
     """Log an error and return its response."""
+    if isinstance(error, RequestValidationError):
+        error = invalid(http, error)
+    elif isinstance(error, HTTPException):
+        says = f"{http.method} {http.url.path} is not served; /openapi.json lists what is"
+        known = error.status_code != 404
+        error = ApiError(
+            error.status_code, error.detail if known else says, headers=dict(error.headers or {}) if known else None
+        )
+    elif not isinstance(error, ApiError):
+        error = ApiError(500, "the server failed on this request", code="internal_error")
     http.state.error = str(error)
     return error.response()

@@ -26,11 +26,12 @@ def service_of(http: Request) -> Service:
 
 
 @asynccontextmanager
-async def attended(service: Service, job: Job, receive: Receive) -> AsyncIterator[None]:
+async def attended(http: Request, job: Job) -> AsyncIterator[None]:
     """Cancel the job as soon as the client disconnects or the block ends. Its named prompt is saved in any case."""
+    service = service_of(http)
 
     async def watch() -> None:
-        await _gone(receive)
+        await _gone(http.receive)
         service.worker.cancel(job)
 
     watcher = asyncio.create_task(watch())
@@ -48,10 +49,10 @@ def client_of(http: Request) -> str:
     return key or ("" if http.client is None else http.client.host)
 
 
-async def while_connected(service: Service, work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
+async def while_connected(http: Request, work: Coroutine[Any, Any, Result]) -> Result:
     """Return what work returns. Cancels it, and raises ApiError, as soon as the client disconnects or the server is to end."""
     worked = asyncio.create_task(work)
-    others = asyncio.create_task(_gone(receive)), asyncio.create_task(service.ending.wait())
+    others = asyncio.create_task(_gone(http.receive)), asyncio.create_task(service_of(http).ending.wait())
     try:
         await asyncio.wait({worked, *others}, return_when=asyncio.FIRST_COMPLETED)
         if worked.done():

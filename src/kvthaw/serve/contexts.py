@@ -8,16 +8,17 @@ from fastapi import APIRouter, Header, Request
 from fastapi.responses import JSONResponse, Response
 
 from kvthaw.cache.prefix_kept import Key
+from kvthaw.engine.request import Request as Prompt
 from kvthaw.engine.request import hidden_salt
-from kvthaw.errors import ConfigError, TooLongError
+from kvthaw.errors import ConfigError
 from kvthaw.serve.answers import Json
 from kvthaw.serve.bodies import BodyRoute
 from kvthaw.serve.clients import attended, client_of, service_of
-from kvthaw.serve.errors import ApiError, as_api_error, shutting_down, too_long
+from kvthaw.serve.errors import ApiError, as_api_error, shutting_down
 from kvthaw.serve.fields import Name
 from kvthaw.serve.jobs import Job
 from kvthaw.serve.schema import ContextRequest
-from kvthaw.serve.service import Service
+from kvthaw.serve.service import Service, refused
 from kvthaw.serve.turns import about_document
 
 router = APIRouter(prefix="/v1/contexts", route_class=BodyRoute)
@@ -47,10 +48,8 @@ async def create(body: ContextRequest, http: Request) -> Response:
         request = service.batch.request(
             ids, max_new_tokens=1, cache_salt=body.cache_salt, client=client_of(http), name=body.name, about=about
         )
-    except TooLongError as error:
-        raise too_long(error, param) from None
     except ConfigError as error:
-        raise ApiError(400, str(error), param=param) from None
+        raise refused(body, error, param) from None
     service.admit(1)
     job, key = service.worker.submit([request]), (request.spec.salt, body.name)
     service.documents.cancel(key)  # no client waits for an earlier one, and it may end later
@@ -58,7 +57,7 @@ async def create(body: ContextRequest, http: Request) -> Response:
         service.documents.expect(key, job, _kept(service, job))
         return JSONResponse(_coming(job, None), 202)
     http.state.job, http.state.outputs = job, 1
-    async with attended(service, job, http.receive):
+    async with attended(http, job):
         await job.whole()
     return JSONResponse(await _kept(service, job))
 
@@ -102,8 +101,7 @@ async def _kept(service: Service, job: Job) -> Json:
             raise as_api_error(output.error, "name")
     if unsaved is not None:
         raise ApiError(500, unsaved, param="name", code="context_not_saved")
-    said = {"tokens": request.prompt, "messages": isinstance(request.spec.about, list)}
-    return _made(request.spec.name, "completed") | said | {"cached_tokens": sum(output.cached_tokens for output in outputs)}
+    return _told(request, "completed", cached_tokens=sum(output.cached_tokens for output in outputs))
 
 
 def _card(service: Service, key: Key) -> Json:
@@ -112,19 +110,20 @@ def _card(service: Service, key: Key) -> Json:
     entry = service.documents.kept(key[0]).get(key[1])
     if entry is None:
         raise ApiError(404, f"no context is named {key[1]!r}", param="name", code="context_not_found")
-    return _made(key[1], "completed") | {"tokens": len(entry.ids), "messages": isinstance(entry.about, list)}
+    return _made(key[1], "completed", len(entry.ids), entry.about)
 
 
 def _coming(job: Job, error: ApiError | None) -> Json:
-    request = job.requests[0]
-    said = {"tokens": request.prompt, "messages": isinstance(request.spec.about, list), "prefilled_tokens": request.prefilled}
-    return (
-        _made(request.spec.name, "in_progress" if error is None else "failed") | said | ({} if error is None else error.body())
-    )
+    request, failed = job.requests[0], {} if error is None else error.body()
+    return _told(request, "failed" if failed else "in_progress", prefilled_tokens=request.prefilled, **failed)
 
 
-def _made(name: str | None, status: str) -> Json:
-    return {"id": name, "object": "context", "status": status}
+def _told(request: Prompt, status: str, **more: Any) -> Json:
+    return _made(request.spec.name, status, request.prompt, request.spec.about) | more
+
+
+def _made(name: str | None, status: str, tokens: int, about: Any) -> Json:
+    return {"id": name, "object": "context", "status": status, "tokens": tokens, "messages": isinstance(about, list)}
 
 
 def _salt(header: str) -> str:

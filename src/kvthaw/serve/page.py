@@ -81,7 +81,7 @@ async def run(name: str, body: RecallRun, http: Request) -> Json:
         return [ran async for ran in _steps(service, replay(service.batch, found, *how), client_of(http))][-1]
 
     try:
-        ran = await while_connected(service, last(), http.receive)
+        ran = await while_connected(http, last())
     except ConfigError as error:
         raise refused(body, error, "method") from None
     text, answer = before_question(found.prompt), found.answer

@@ -102,13 +102,17 @@ class Service:
 
     def check(self, model: str | None, outputs: int) -> None:
         """Raise ApiError, before any work is done, for a model that is not served and for more outputs than there is room for."""
-        if model not in (None, self.name):
-            raise ApiError(404, f"the model {model!r} is not served; {self.name!r} is", param="model", code="model_not_found")
+        self.check_name(model)
         if outputs > self.worker.room:
             raise ApiError(
                 400, f"the request wants {outputs} outputs; this server gives {self.worker.room} at a time", param="n"
             )
         self.admit(outputs)
+
+    def check_name(self, model: str | None) -> None:
+        """Raise ApiError for the name of a model that is not served."""
+        if model not in (None, self.name):
+            raise ApiError(404, f"the model {model!r} is not served; {self.name!r} is", param="model", code="model_not_found")
 
     def admit(self, outputs: int) -> None:
         """Raise ApiError if there is no room now for a request of `outputs` outputs. `Worker.submit` needs it again, because others
