@@ -22,7 +22,7 @@ import kvthaw
 from kvthaw.cli.options import budget_of, listed, tokens_of
 from kvthaw.engine.hf.model import load, silence
 from kvthaw.evaluate.files import read_asset
-from kvthaw.evaluate.passages import tokens_of as tokenize
+from kvthaw.evaluate.files import tokens_of as tokenize
 from lab.script import Report, options, run_as_script
 
 Asked = tuple[str, int | float | None]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvthaw.errors import ConfigError
-from kvthaw.evaluate.passages import opening, tokens_of
+from kvthaw.evaluate.files import opening, tokens_of
 from lab.evaluate.tasks import TASKS
 
 NEEDLE = TASKS["niah_multikey"]

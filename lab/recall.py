@@ -23,8 +23,8 @@ from kvthaw.engine.hf.model import check_prompt, load
 from kvthaw.engine.prefill import prefill
 from kvthaw.engine.sampling import Sampling
 from kvthaw.errors import ConfigError, at_least, one_of
+from kvthaw.evaluate.files import text_name
 from kvthaw.evaluate.machine import identity, now, versions
-from kvthaw.evaluate.passages import text_name
 from kvthaw.evaluate.results import Record, ResultsFile, Setting, shared
 from kvthaw.evaluate.variant import Variant, complete, fork, setting_of, whole
 from lab.ablations import registered

@@ -17,8 +17,8 @@ from kvthaw.engine.hf import Cache
 from kvthaw.engine.hf.model import check_prompt, load
 from kvthaw.engine.prefill import prefill
 from kvthaw.errors import ConfigError
+from kvthaw.evaluate.files import text_name
 from kvthaw.evaluate.machine import identity, versions
-from kvthaw.evaluate.passages import text_name
 from kvthaw.evaluate.results import Record, ResultsFile, mean
 from lab.passages import PASSAGES
 from lab.reproduce.special import static_shares

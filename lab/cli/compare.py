@@ -106,7 +106,7 @@ def compare(
         from kvthaw.engine.chat_template import Chat
         from kvthaw.engine.hf.kv_dir import KvDir
         from kvthaw.evaluate.agreement import Agreement
-        from kvthaw.evaluate.passages import text_name
+        from kvthaw.evaluate.files import text_name
         from kvthaw.methods import METHODS
         from lab.evaluate.compare import Grid, agreement, check_texts, fifth, run
         from lab.evaluate.perplexity import Course, Reader

@@ -19,11 +19,11 @@ from kvthaw.engine.decode import feed
 from kvthaw.engine.hf.model import check_prompt
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.evaluate.evaluator import Evaluator, Piece
+from kvthaw.evaluate.files import opening, text_name, tokens_of
 from kvthaw.evaluate.machine import now, versions
-from kvthaw.evaluate.passages import opening, text_name, tokens_of
 from kvthaw.evaluate.prefills import Prefilled, Tell
+from kvthaw.evaluate.probe import PerRequestStats
 from kvthaw.evaluate.results import BYTES, Record, Setting, asked_budget, largest, means, shared
-from kvthaw.evaluate.row_stats import PerRequestStats
 from kvthaw.evaluate.variant import Variant, setting_of
 from kvthaw.formatting import counted
 

@@ -11,8 +11,8 @@ from kvthaw.errors import ConfigError
 from kvthaw.evaluate.evaluator import Evaluator, Piece
 from kvthaw.evaluate.machine import now, versions
 from kvthaw.evaluate.prefills import Prefilled, Tell
+from kvthaw.evaluate.probe import PerRequestStats
 from kvthaw.evaluate.results import BYTES, Record, Setting, asked_budget, largest, mean, means, shared
-from kvthaw.evaluate.row_stats import PerRequestStats
 from kvthaw.evaluate.variant import Variant, setting_of
 from lab.evaluate.answers import Answers, spoken
 from lab.evaluate.job import Job, SampleKey, template_setting

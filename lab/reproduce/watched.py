@@ -16,7 +16,7 @@ from kvthaw.engine.hf.model import check_prompt
 from kvthaw.engine.prefill import prefill
 from kvthaw.engine.sampling import Sampling
 from kvthaw.evaluate.evaluator import Progress
-from kvthaw.evaluate.passages import opening, tokens_of
+from kvthaw.evaluate.files import opening, tokens_of
 from kvthaw.evaluate.results import Record, Setting
 from kvthaw.evaluate.variant import Variant, complete, fork, setting_of, whole
 from lab.evaluate.probe import Probe, Quality

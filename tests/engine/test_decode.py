@@ -14,7 +14,7 @@ import zoo
 from kvthaw.engine.decode import decode, forward, generate
 from kvthaw.engine.prefill import prefill
 from kvthaw.engine.sampling import Sampling
-from kvthaw.evaluate.row_stats import PerRequestStats
+from kvthaw.evaluate.probe import PerRequestStats
 
 
 @torch.no_grad()

@@ -7,8 +7,8 @@ import torch
 
 import kvthaw
 from kvthaw.errors import ConfigError
-from kvthaw.evaluate.row_stats import PerRequestStats
-from kvthaw.evaluate.rows import MOST_BYTES, MOST_ROWS, Rows
+from kvthaw.evaluate.prefills import MOST_BYTES, MOST_ROWS, Rows
+from kvthaw.evaluate.probe import PerRequestStats
 from zoo import build, prompt
 
 

@@ -13,7 +13,7 @@ from servers import Served
 
 from kvthaw.serve import bodies, schema
 from kvthaw.serve.fields import Body
-from kvthaw.serve.reader import Reader
+from kvthaw.serve.lanes import Reader
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 LEAST: dict[str, dict[str, Any]] = {

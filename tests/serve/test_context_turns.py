@@ -16,7 +16,7 @@ from kvthaw import Cache
 from kvthaw.conversation import Conversation
 from kvthaw.engine.chat_template import Chat
 from kvthaw.serve.build import build
-from kvthaw.serve.reader import Reader
+from kvthaw.serve.lanes import Reader
 from kvthaw.serve.schema import ChatRequest, CompletionRequest, Message
 from kvthaw.serve.turns import Turns
 

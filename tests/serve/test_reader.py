@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from kvthaw.serve.errors import ApiError
-from kvthaw.serve.reader import SHORT, Reader
+from kvthaw.serve.lanes import SHORT, Reader
 
 LIMIT = 100
 

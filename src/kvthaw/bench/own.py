@@ -17,8 +17,8 @@ from kvthaw.bench.steps import WARM, Steps, replayed, take
 from kvthaw.engine.hf import DynamicCache, PreTrainedModel
 from kvthaw.engine.hf.model import check_prompt
 from kvthaw.errors import CacheError, HostMemoryError
+from kvthaw.evaluate.files import opening, text_name, tokens_of
 from kvthaw.evaluate.machine import fingerprint
-from kvthaw.evaluate.passages import opening, text_name, tokens_of
 from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.formatting import short
 

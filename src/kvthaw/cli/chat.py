@@ -11,11 +11,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvthaw.cli import options
-from kvthaw.cli.common import as_its_makers, complain, cut_to, explained, prompt_text, warned, write_whole
+from kvthaw.cli.common import (
+    as_its_makers,
+    attended,
+    complain,
+    cut_to,
+    details,
+    explained,
+    prompt_text,
+    took,
+    warned,
+    write_whole,
+)
 from kvthaw.cli.groups import CacheOptions, ModelOptions, SamplingOptions, SystemOptions, file_option, flat, option
 from kvthaw.cli.options import DIGEST
 from kvthaw.cli.progress import Reading, say, waiting
-from kvthaw.cli.words import attended, details, took
 from kvthaw.errors import ConfigError, hint
 from kvthaw.formatting import counted, human
 from kvthaw.names import check_kept_name

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import as_its_makers, cut_to, prompt_text, tell_template, warned
+from kvthaw.cli.common import as_its_makers, attended, cut_to, details, prompt_text, tell_template, took, warned
 from kvthaw.cli.groups import CacheOptions, ChatOptions, ModelOptions, SamplingOptions, file_option, flat, option
 from kvthaw.cli.progress import Reading, say, waiting
-from kvthaw.cli.words import attended, details, took
 from kvthaw.errors import ConfigError
 from kvthaw.formatting import seconds
 from kvthaw.method_names import AUTO

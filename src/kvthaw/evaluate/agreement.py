@@ -22,11 +22,11 @@ from kvthaw.engine.hf import Cache
 from kvthaw.engine.hf.model import check_prompt, positions
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.evaluate.evaluator import Evaluator, Piece
+from kvthaw.evaluate.files import opening, tokens_of
 from kvthaw.evaluate.machine import now, versions
-from kvthaw.evaluate.passages import opening, tokens_of
 from kvthaw.evaluate.prefills import Tell
+from kvthaw.evaluate.probe import PerRequestStats
 from kvthaw.evaluate.results import BYTES, Record, Setting, asked_budget, largest, means, shared
-from kvthaw.evaluate.row_stats import PerRequestStats
 from kvthaw.evaluate.variant import FULL, Variant, setting_of
 from kvthaw.formatting import counted
 

@@ -10,9 +10,8 @@ from typing import Any, Generic, TypeVar
 
 from kvthaw.engine.hf import PreTrainedModel
 from kvthaw.evaluate.machine import identity
-from kvthaw.evaluate.prefills import Prefills, Tell
+from kvthaw.evaluate.prefills import Prefills, Rows, Tell, spread
 from kvthaw.evaluate.results import Record, ResultsFile, Setting, lacking
-from kvthaw.evaluate.rows import Rows, spread
 from kvthaw.evaluate.variant import FULL, Variant, complete
 
 Work = TypeVar("Work")

@@ -1,19 +1,20 @@
-"""Prefill prompts once with full attention, and fork that for all variants."""
+"""Samples that share their steps: prefill each once with full attention, join them as rows of a cache, fork it for all variants."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from kvthaw.engine.hf import Cache, PreTrainedModel
+from kvthaw.engine.hf.model import kv_bytes
 from kvthaw.engine.prefill import prefill
+from kvthaw.errors import ConfigError, at_least
 from kvthaw.evaluate.machine import now
-from kvthaw.evaluate.rows import Forks, joined
 from kvthaw.evaluate.variant import Variant, fork, whole
 
 Tell = Callable[[int, int, str], None]
@@ -79,3 +80,94 @@ class Prefills:
         show: called with the number of tokens done.
         """
         return prefill(self.model, cache, prompt, progress=lambda done, _: show(done))
+
+
+MOST_ROWS = 64
+"""Default for the rows of one cache."""
+MOST_BYTES = 5 << 30
+"""Bytes of KV that their prompts take: 26 prompts of 32k of the model that ships."""
+
+
+class Rows:
+    """The number of samples that a model decodes in one step.
+
+    asked: the number; None: 64, fewer for long prompts, or 1 if the model has layers that transformers serves itself.
+
+    Raises ConfigError for less than 1, and for more than 1 if the model takes only one.
+    """
+
+    def __init__(self, model: PreTrainedModel, asked: int | None) -> None:
+        at_least(1, batch=asked)
+        empty = Cache(model, "full")
+        alone = len(empty.kv.layers) != len(empty.layers)
+        if alone and asked is not None and asked > 1:
+            raise ConfigError(
+                f"batch is {asked}; {type(model).__name__} has layers that transformers serves itself, so only 1 works"
+            )
+        self._asked = 1 if alone else asked
+        self._token_bytes = kv_bytes(model, range(len(empty.layers)))
+
+    def at(self, length: int) -> int:
+        """Return the number for prompts of `length` tokens."""
+        return self._asked or max(1, min(MOST_ROWS, MOST_BYTES // (self._token_bytes * length)))
+
+
+def spread(count: int, rows: int) -> list[tuple[int, int]]:
+    """Divide `count` samples into the fewest spans (start, stop) of at most `rows` samples, as equal as possible."""
+    parts = -(-count // rows)
+    return [(count * i // parts, count * (i + 1) // parts) for i in range(parts)]
+
+
+class Forks:
+    """Context manager that forks a base cache for one variant after another, and clears the base on exit.
+
+    Adjacent variants of a method with equal regions reuse one index across budgets, if the method allows it.
+    """
+
+    def __init__(self, base: Cache) -> None:
+        self._base = base
+        self._kept: tuple[Variant, Cache] | None = None  # a fork that takes no steps
+
+    def fork(self, variant: Variant) -> Cache:
+        """Return a cache with the base's tokens under a variant, offloaded and indexed."""
+        kept = self._that_serves(variant)
+        if kept is None:
+            self._drop()
+            kept = fork(self._base, variant)
+            if not variant.resolved.any_budget:
+                return kept
+            self._kept = variant, kept
+        return fork(kept, variant, kept.settings.method)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Clear the base and drop the last fork."""
+        self._drop()
+        self._base.layers.clear()  # a cache refers to itself; its rows go before the next one's come
+
+    def _that_serves(self, variant: Variant) -> Cache | None:
+        if self._kept is None:
+            return None
+        of, cache = self._kept
+        asked = replace(cache.settings, budget=variant.budget, retrieved=variant.retrieved)
+        sequences = cache.kv.sequences
+        same = not sequences.divided or asked.plan(sequences.longest).regions == sequences.regions
+        return cache if same and (of.method, of.dense_layers) == (variant.method, variant.dense_layers) else None
+
+    def _drop(self) -> None:
+        if self._kept is not None:
+            self._kept[1].layers.clear()
+            self._kept = None
+
+
+def joined(model: PreTrainedModel, bases: list[Cache]) -> Cache:
+    """Return one full-attention cache with the sequences of several, which are empty afterwards."""
+    if len(bases) == 1:
+        return bases[0]
+    whole = Cache(model, bases[0].settings.method)
+    for i, layer in enumerate(whole.layers):
+        layer.remember_module(bases[0].layers[i].module())
+    whole.kv.join([base.kv for base in bases])
+    return whole

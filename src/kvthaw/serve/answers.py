@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes, whole or in chunks."""
+"""Answers in OpenAI's shapes. Completions are whole or in chunks; responses are one object, or events named by their types."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from kvthaw.engine.token_bytes import Offsets, TokenBytes
 from kvthaw.engine.tool_calls import CallPiece, CallReader
 from kvthaw.serve.errors import ApiError
 from kvthaw.serve.jobs import Delta
-from kvthaw.serve.schema import ChatRequest, CompletionRequest
+from kvthaw.serve.schema import ChatRequest, CompletionRequest, ResponsesRequest
 
 Json = dict[str, Any]
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _TEXT = "\0"  # placeholder for the text of an event
+_ENDED = ApiError(500, "the server ended before the answer did", code="server_error")
 
 IMPOSSIBLE = -9999.0
 """The log-probability of tokens that cannot come; JSON knows no infinity."""
@@ -66,6 +67,7 @@ def scores_in(deltas: Sequence[Delta]) -> int:
 class Answer:
     """The outputs of a request in the client's format: one JSON object, or the events of a stream.
 
+    body: the request, of the schema's class for its kind.
     prompts: token ids.
     """
 
@@ -80,7 +82,7 @@ class Answer:
 
     def __init__(self, body: Any, prompts: Sequence[Sequence[int]], tokenizer: Any, model: str) -> None:
         self.id, self.created, self.model = f"{self.prefix}{uuid.uuid4().hex}", int(time.time()), model
-        self._prompts, self._tokenizer, self._outputs = prompts, tokenizer, body.outputs
+        self._body, self._prompts, self._tokenizer, self._outputs = body, prompts, tokenizer, body.outputs
         self._bytes = TokenBytes(tokenizer)
         self._new = 0  # tokens generated
         self._cached = [0] * len(prompts)  # tokens of each prompt that its first output found in the prefix cache
@@ -145,15 +147,13 @@ class Answer:
 class Completion(Answer):
     """What chat completions and completions of texts share."""
 
+    _body: ChatRequest | CompletionRequest
     kind = chunk_kind = ""
     ending = b"data: [DONE]\n\n"
 
-    def __init__(
-        self, body: ChatRequest | CompletionRequest, prompts: Sequence[Sequence[int]], tokenizer: Any, model: str
-    ) -> None:
-        super().__init__(body, prompts, tokenizer, model)
-        self._body = body
-        self._head = {"id": self.id, "created": self.created, "model": model}
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._head = {"id": self.id, "created": self.created, "model": self.model}
         # By output, the bytes before and after the text in its events after the first.
         self._around: dict[int, list[bytes]] = {}
 
@@ -222,8 +222,8 @@ class ChatAnswer(Completion):
 
     kind, chunk_kind, prefix, param = "chat.completion", "chat.completion.chunk", "chatcmpl-", "messages"
 
-    def __init__(self, body: ChatRequest, prompts: Sequence[Sequence[int]], tokenizer: Any, model: str) -> None:
-        super().__init__(body, prompts, tokenizer, model)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self._readers = dict[int, CallReader]()  # by output
 
     def opening(self) -> list[Json]:
@@ -275,17 +275,18 @@ def _joined(pieces: Sequence[CallPiece]) -> list[Json]:
 class CompletionAnswer(Completion):
     """Of /v1/completions. With echo the prompt comes with an output's first tokens."""
 
+    _body: CompletionRequest
+
     kind, chunk_kind, prefix, param = "text_completion", "text_completion", "cmpl-", "prompt"
 
-    def __init__(self, body: CompletionRequest, prompts: Sequence[Sequence[int]], tokenizer: Any, model: str) -> None:
-        super().__init__(body, prompts, tokenizer, model)
-        self._echo = body.echo
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self._begun = set[int]()  # outputs with a sent event
         self._offsets: dict[int, Offsets] = {}  # by output
 
     def _choice(self, delta: Delta, *, whole: bool) -> Json:
         text, scores, first = delta.text, list[TokenLogprobs | None](delta.logprobs), delta.index not in self._begun
-        prompt = self._prompts[delta.index // self._outputs] if first and self._echo else []
+        prompt = self._prompts[delta.index // self._outputs] if first and self._body.echo else []
         if prompt:
             text = decode(self._tokenizer, prompt, special=False) + text
             scores = [*delta.prompt_logprobs, *scores]
@@ -303,7 +304,7 @@ class CompletionAnswer(Completion):
 
     def _places(self, index: int, tokens: Sequence[int], echoed: Sequence[int]) -> list[int]:
         """Return the text offsets of an output's next tokens. The first ones are echoed prompt tokens."""
-        after = [] if self._echo else self._prompts[index // self._outputs]
+        after = [] if self._body.echo else self._prompts[index // self._outputs]
         offsets = self._offsets.setdefault(index, Offsets(self._tokenizer, self._bytes, after))
         found = [offsets.push(token) for token in tokens[: len(echoed)]]
         if echoed:
@@ -319,3 +320,130 @@ class CompletionAnswer(Completion):
             name = text(token)
             names.setdefault(token, f"token_id:{token}" if name in names.values() else name)
         return {names[token]: max(logprob, IMPOSSIBLE) for token, logprob in (*score.top, (score.token, score.logprob))}
+
+
+class ResponseAnswer(Answer):
+    """Of /v1/responses: one message of one text."""
+
+    _body: ResponsesRequest
+
+    prefix, param = "resp_", "input"
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._message_id = f"msg_{uuid.uuid4().hex}"
+        self._said, self._logprobs = "", list[Json]()
+        self._finished: str | None = None
+        self._sent = 0  # events
+
+    def opening(self) -> list[Json]:
+        response = self._response("in_progress")
+        item = self._message("in_progress") | {"content": []}
+        return [
+            {"type": "response.created", "response": response},
+            {"type": "response.in_progress", "response": response},
+            {"type": "response.output_item.added", "output_index": 0, "item": item},
+            {"type": "response.content_part.added", **self._place, "part": self._part()},
+        ]
+
+    def parts(self, delta: Delta) -> list[Json]:
+        before = len(self._logprobs)
+        self._take(delta)
+        if not (delta.text or self._logprobs[before:]):
+            return []
+        said = {"delta": delta.text, "logprobs": self._logprobs[before:]}
+        return [{"type": "response.output_text.delta", **self._place, **said}]
+
+    def closing(self) -> list[Json]:
+        response = self._response(self._status)
+        said = {"text": self._said, "logprobs": self._logprobs}
+        return [
+            {"type": "response.output_text.done", **self._place, **said},
+            {"type": "response.content_part.done", **self._place, "part": self._part()},
+            {"type": "response.output_item.done", "output_index": 0, "item": response["output"][0]},
+            {"type": f"response.{self._status}", "response": response},
+        ]
+
+    @property
+    def repeats(self) -> int:
+        return 4 * len(self._logprobs)
+
+    def failed(self, error: ApiError) -> Json:
+        return {"type": "response.failed", "response": self._response("failed", error)}
+
+    def whole(self, outputs: Sequence[Delta]) -> Json:
+        self._take(outputs[0])
+        return self._response(self._status)
+
+    def encode(self, events: Sequence[Json]) -> bytes:
+        sent = b""
+        for event in events:
+            sent += f"event: {event['type']}\n".encode() + super().encode([event | {"sequence_number": self._sent}])
+            self._sent += 1
+        return sent
+
+    def _take(self, delta: Delta) -> None:
+        self._count(delta)
+        self._said += delta.text
+        self._logprobs += self._scores(delta.logprobs)
+        self._finished = delta.finished or self._finished
+
+    def _token(self, token: int, logprob: float) -> Json:
+        found = super()._token(token, logprob)
+        return found | {"bytes": found["bytes"] or []}  # never null here
+
+    @property
+    def _status(self) -> str:
+        """The final one."""
+        return {"length": "incomplete", "abort": "failed"}.get(self._finished or "", "completed")
+
+    @property
+    def _place(self) -> Json:
+        return {"item_id": self._message_id, "output_index": 0, "content_index": 0}
+
+    def _part(self) -> Json:
+        return {"type": "output_text", "text": self._said, "annotations": [], "logprobs": self._logprobs}
+
+    def _message(self, status: str) -> Json:
+        return {"id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": [self._part()]}
+
+    def _response(self, status: str, error: ApiError | None = None) -> Json:
+        body, ended = self._body, status != "in_progress"
+        error = _ENDED if status == "failed" and error is None else error
+        output = [self._message("completed" if status == "completed" else "incomplete")] if ended else []
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "model": self.model,
+            "status": status,
+            "error": None if error is None else {"code": "server_error", "message": str(error)},
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "output": output,
+            "usage": self._usage() if ended else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "top_logprobs": body.top_logprobs or 0,
+            "text": body.text.model_dump(by_alias=True),
+            "metadata": body.metadata,
+            "user": body.user,
+            "previous_response_id": None,
+            "tools": [],
+            "tool_choice": "none",
+            "parallel_tool_calls": False,
+            "background": body.background,
+            "store": body.store,
+            "truncation": body.truncation,
+        } | self._told
+
+    def _usage(self) -> Json:
+        (prompt,) = self._prompts
+        return {
+            "input_tokens": len(prompt),
+            "input_tokens_details": {"cached_tokens": sum(self._cached), "cache_write_tokens": 0},
+            "output_tokens": self._new,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": len(prompt) + self._new,
+        }

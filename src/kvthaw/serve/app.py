@@ -18,14 +18,13 @@ from kvthaw.engine.tool_calls import CallReader
 from kvthaw.errors import ConfigError
 from kvthaw.methods import METHODS
 from kvthaw.serve import contexts, page
-from kvthaw.serve.answers import Answer, ChatAnswer, CompletionAnswer, Json, scores_in, written
+from kvthaw.serve.answers import Answer, ChatAnswer, CompletionAnswer, Json, ResponseAnswer, scores_in, written
 from kvthaw.serve.bodies import BodyRoute, LargeBodies, invalid
 from kvthaw.serve.clients import attended, client_of, service_of, while_connected
 from kvthaw.serve.errors import ERRORS, ApiError, as_api_error
 from kvthaw.serve.guard import Guard
 from kvthaw.serve.jobs import Job
 from kvthaw.serve.request_log import RequestLog
-from kvthaw.serve.responses import ResponseAnswer
 from kvthaw.serve.schema import (
     ChatRequest,
     CompletionRequest,

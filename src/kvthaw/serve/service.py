@@ -28,9 +28,8 @@ from kvthaw.serve.documents import Documents
 from kvthaw.serve.errors import ApiError, busy, shutting_down, too_long
 from kvthaw.serve.fields import Body
 from kvthaw.serve.jobs import Job
-from kvthaw.serve.lanes import Share
+from kvthaw.serve.lanes import Reader, Share
 from kvthaw.serve.metrics import Metrics
-from kvthaw.serve.reader import Reader
 from kvthaw.serve.schema import CompletionRequest, Message, Sampled
 from kvthaw.serve.turns import Turns, document_of
 from kvthaw.serve.watcher import Watcher
