@@ -33,7 +33,7 @@ def step(cache: KVCache, given: list[Tensor], start: int, stop: int, fails: str 
 
 
 @pytest.mark.parametrize("fails", ["amid", "behind"])
-@pytest.mark.parametrize("method", ["prkv:interval=9:page=8", "snapkv-refreshed:refresh=9", "oracle"])
+@pytest.mark.parametrize("method", ["prkv:interval=9:page=8", "snapkv-refreshed:refresh=9", "h2o", "oracle"])
 def test_all_queries_of_a_failed_step_are_undone(method: str, fails: str) -> None:
     torch.manual_seed(3)
     plain, cache = (KVCache(Settings(resolve(method), budget=64, block_size=16), [0, 1], 2) for _ in range(2))

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.index_api import IndexContext, Selection
+from kvthaw.cache.step import Step
 from kvthaw.errors import one_of
 from kvthaw.index.tables import Held
+from kvthaw.kernels.gpu import capturing
 from kvthaw.kernels.places import held, newest_place, place_of
 from kvthaw_baselines.index.kept import Agree, KeptIndex, observed
 
@@ -41,6 +43,8 @@ class HeavyIndex(KeptIndex, tested=True):
         self.tables.add("asked", (context.q_heads, context.head_dim), context.dtype)  # not added yet
         self.tables.add("length", (), torch.int64)  # tokens up to its own; 0: there is none
         self.tables.add("ends", (), torch.int64)  # where the ring begins
+        self._step: Step | None = None  # the last eager step that asked
+        self._unpaid: tuple[Tensor, Tensor] | None = None  # near and scores before it was paid, if it asked again
 
     def observe(self, seq: int, queries: Tensor, keys: Tensor, tokens: int) -> Tensor:
         mass = observed(queries[:, :, -(self.queries or keys.shape[1]) :], keys, scale=self.context.scale, agree=self.agree)
@@ -75,6 +79,7 @@ class HeavyIndex(KeptIndex, tested=True):
         selection = super().select(query, budget)
         if self.context.sequences is not None:
             batch, length = query.shape[0], self.tables["length"]
+            self._remember_unpaid(query.device)
             self.add()
             self.tables["asked"][:batch] = query
             length[:batch] = self.context.sequences.on_device.lengths[:batch]
@@ -89,7 +94,20 @@ class HeavyIndex(KeptIndex, tested=True):
             self.tables["ends"][seq].fill_(self.first + self.tokens[seq])
 
     def unask(self) -> None:
+        """See Index. The first call of several undoes what all queries of the step paid."""
         self.tables["length"].zero_()
+        for table, before in zip((self.tables["near"], self.tables["scores"]), self._unpaid or (), strict=False):
+            table.copy_(before)
+        self._step = self._unpaid = None
+
+    def _remember_unpaid(self, device: torch.device) -> None:
+        """Copy the scores before the second query of a step, by a layer that shares the keys, adds the first query's weights."""
+        sequences = self.context.sequences
+        step = None if sequences is None or capturing(device) else sequences.step or sequences.latest
+        if step is None or step is not self._step:
+            self._step, self._unpaid = step, None
+        elif self._unpaid is None:
+            self._unpaid = self.tables["near"].clone(), self.tables["scores"].clone()
 
     def export(self, seq: int) -> Held:
         self.add()
