@@ -198,7 +198,7 @@ def test_an_index_that_failed_is_not_searched(model: PreTrainedModel, monkeypatc
 
     monkeypatch.setattr(TreeIndex, "select", lambda *args: asked.append(args))
     layer.retriever.submit(None, fail, lambda: None)
-    layer.sparse.ahead.prefetch(torch.randn(2, 4, 1, 16))
+    layer.updater.predict(torch.randn(2, 4, 1, 16))
     with pytest.raises(MemoryError, match="no room"):
         layer.retriever.choose(torch.randn(2, 4, 16), 50)
     assert not asked
@@ -234,12 +234,12 @@ def test_what_is_not_asked_for_is_dropped(model: PreTrainedModel, monkeypatch: p
     expected = step(model, copy.deepcopy(cache), IDS[:, :30])
     layer = cache.kv.offloaded[2]
     slow = Slow(monkeypatch, layer=2)
-    layer.sparse.ahead.prefetch(torch.randn(2, 4, 3, 16))
-    first, *others = layer.sparse.ahead.searches
+    layer.updater.predict(torch.randn(2, 4, 3, 16))
+    first, *others = layer.own.searches
     assert slow.begun.wait(SOON)
     threading.Timer(0.1, slow.go.set).start()
     assert torch.equal(step(model, cache, IDS[:, :30]), expected), "a dense continuation"
-    assert layer.sparse.ahead.queries is None
+    assert layer.own.predicted is None
     assert first.done()
     assert others
     assert all(search.cancelled() for search in others)
@@ -247,11 +247,11 @@ def test_what_is_not_asked_for_is_dropped(model: PreTrainedModel, monkeypatch: p
 
 def test_a_copy_predicts_nothing(model: PreTrainedModel) -> None:
     cache = cached(model)
-    ahead = cache.kv.offloaded[2].sparse.ahead
-    ahead.prefetch(torch.randn(2, 4, 3, 16))
-    twin = copy.deepcopy(cache).kv.offloaded[2].sparse.ahead
-    assert len(ahead.searches) == 3
-    assert twin.queries is None
+    layer = cache.kv.offloaded[2]
+    layer.updater.predict(torch.randn(2, 4, 3, 16))
+    twin = copy.deepcopy(cache).kv.offloaded[2].own
+    assert len(layer.own.searches) == 3
+    assert twin.predicted is None
     assert twin.searches == []
 
 
@@ -288,8 +288,8 @@ def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.cuda.synchronize()
     torch.cuda._sleep(10**9)  # half a second: a host that waited would find it over
     done.record()
-    layer.sparse.ahead.prefetch(queries)
-    assert not layer.sparse.ahead.searches[0].done()
+    layer.updater.predict(queries)
+    assert not layer.own.searches[0].done()
     assert not done.query()
     one = cache.kv.sequences.begin(1, dense=False)
     cache.kv.sequences.place(one, 0, ids.device)

@@ -26,8 +26,7 @@ class Checkpoint:
         self, layer: OffloadedLayer, step: Step, tokens: tuple[Tensor, Tensor, Tensor], attention: AttentionParams
     ) -> None:
         self.layer, self.step, self._tokens, self._attention = layer, step, tokens, attention
-        self._ahead = layer.sparse.ahead
-        self._queries = None if self._ahead is None else self._ahead.queries
+        self._predicted = None if layer.own is None else layer.own.predicted
         storage = layer.storage
         self._held, self._offloaded = storage.slab.held().clone(), storage.marks()
         self._rejoin = None if layer.updater is None else layer.updater.branch()
@@ -46,8 +45,8 @@ class Checkpoint:
     def repeat(self, step: Step) -> None:
         """Decode the first `step.tokens` tokens of the rolled-back step again."""
         query, key, value = (tensor[:, :, : step.tokens] for tensor in self._tokens)
-        if self._ahead is not None and self._queries is not None:
-            self._ahead.prefetch(self._queries[:, :, : step.tokens], search=False)
+        if self.layer.own is not None and self._predicted is not None:
+            self.layer.own.predict(self._predicted[:, :, : step.tokens], 0)
         decode(self.layer, step, query, key, value, self._attention)
 
 

@@ -68,6 +68,14 @@ class IndexUpdater:
         changes = (any(self.indexed(seq) < stop for seq, _, stop in self.sequences.leaving(t)) for t in range(tokens))
         return next((t for t, changed in enumerate(changes) if changed), tokens)
 
+    def predict(self, queries: Tensor) -> None:
+        """Select with these queries, [B, Hq, T, D], for the next T tokens instead of their own.
+
+        An index on the host is searched at once, concurrently with the layer before, for the tokens before it changes.
+        """
+        on_host = self.retriever.index.traits.on_host
+        self.retriever.predict(queries, self.undisturbed(queries.shape[2]) if on_host else 0)
+
     @property
     def builds_beside(self) -> bool:
         """Whether sequences can be built separately, in a SideIndex, and then swapped in."""

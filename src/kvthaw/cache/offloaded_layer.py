@@ -30,7 +30,7 @@ from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.retriever import Retriever
 from kvthaw.cache.sequences import Sequences
-from kvthaw.cache.sparse_attention import Ahead, HeldAttention, make_attention
+from kvthaw.cache.sparse_attention import HeldAttention, make_attention
 from kvthaw.cache.state import LayerState
 from kvthaw.cache.step import Row, Step
 from kvthaw.cache.streams import Streams
@@ -124,7 +124,7 @@ class OffloadedLayer(LayerKV):
     @property
     def updater(self) -> IndexUpdater | None:
         """What feeds the index; None for a layer without an index of its own."""
-        return None if self.sparse.ahead is None else self.sparse.ahead.updater
+        return self.sparse.updater
 
     @property
     def own(self) -> Retriever | None:
@@ -259,14 +259,10 @@ class OffloadedLayer(LayerKV):
             observer(self, query, choice)
         return out
 
-    def ahead(self, tokens: int) -> Ahead | None:
-        """Return what chooses ahead for a step of `tokens` tokens; None if this layer's own index selects no rows for it."""
-        return self.sparse.ahead if self.sequences.decodes(tokens) else None
-
     def drop_search(self) -> None:
         """Drop the predicted queries and their searches, because the step does not come."""
-        if self.sparse.ahead is not None:
-            self.sparse.ahead.drop()
+        if self.own is not None:
+            self.own.drop_predicted()
 
     # Between steps
 

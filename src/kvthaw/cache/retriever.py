@@ -33,6 +33,8 @@ class Retriever:
     The anchor makes one choice per token. Followers use the same choices in the same order and fetch their own rows.
 
     reads_blocks: attention reads rows in blocks on the device, so these rows get no slot in the pool.
+    predicted: queries [B, Hq, T, D] by which the next T tokens select, instead of their own; None: there are none.
+    searches: running, for the first of these tokens. The index changes before the others, which are searched when they come.
     """
 
     def __init__(
@@ -43,6 +45,8 @@ class Retriever:
         self.residency = Residency(seqs, context.kv_heads, method.slots(self.rows), device=where)
         self.reads_blocks = False
         self.choices: list[Choice] = []
+        self.predicted: Tensor | None = None
+        self.searches: list[Future[Selection]] = []
         self.asked_again = 0  # queries of layers that share the anchor's keys
         self.streams, self.group = streams, next(streams.groups)
         self._unchecked = _CHECKED if self.index.tested else None  # None: check always
@@ -130,13 +134,28 @@ class Retriever:
         """
         return []
 
-    def choose(self, query: Tensor, length: int, search: Future[Selection] | None = None) -> Choice:
-        """Select rows for one query per head of a token, and assign slots.
+    def predict(self, queries: Tensor, searched: int) -> None:
+        """Set `predicted`. An index on the host begins to search for the first `searched` tokens."""
+        self.drop_predicted()
+        self.searches = self.search(queries[:, :, :searched]) if searched else []
+        self.predicted = queries
 
-        query: [B, Hq, D].
+    def drop_predicted(self) -> None:
+        """Drop what was predicted. Cancels the searches that have not started, and waits for the one that reads the index."""
+        for search in self.searches:
+            search.cancel()
+        wait(self.searches)
+        self.predicted, self.searches = None, []
+
+    def choose(self, query: Tensor, length: int, t: int = 0) -> Choice:
+        """Select rows for one query per head of token t, and assign slots. The last of the predicted queries is then spent.
+
+        query: its own, [B, Hq, D].
         length: length of the longest sequence.
-        search: a search for `query` that has begun.
         """
+        predicted, search = self.predicted, self.searches[t] if t < len(self.searches) else None
+        if predicted is not None:
+            query = predicted[:, :, t]
         with self._asking(query.device), self._naming_errors():
             selection = self._select(query) if search is None else search.result()
         self._check(selection, query)
@@ -147,6 +166,8 @@ class Retriever:
             self._evict_all(query.shape[0])
             choice = self._admit(selection, query, length)
         self.choices.append(choice)
+        if predicted is not None and t == predicted.shape[2] - 1:
+            self.drop_predicted()
         return choice
 
     def _select(self, query: Tensor) -> Selection:
@@ -324,11 +345,11 @@ class HostRetriever(Retriever):
         self._searching = found[-1]
         return found
 
-    def choose(self, query: Tensor, length: int, search: Future[Selection] | None = None) -> Choice:
+    def choose(self, query: Tensor, length: int, t: int = 0) -> Choice:
         """Choose as Retriever does. While a step is captured, the choice is recorded instead; every replay makes it."""
         if self.streams.graph is None:
             self._wait_for_updates()  # select() runs what is queued
-            return super().choose(query, length, search)
+            return super().choose(query, length, t)
         choice = self._recorded(query, self.streams.graph)
         self.choices.append(choice)
         return choice

@@ -1,8 +1,7 @@
-"""A decode step of one layer: select rows, fetch the missing ones, attend. Rows may be selected ahead, by predicted queries."""
+"""A decode step of one layer: select rows, fetch the missing ones, attend."""
 
 from __future__ import annotations
 
-from concurrent.futures import Future, wait
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvthaw.cache.choice import BulkCopy, Choice, UvaGather, fetch_choice
-from kvthaw.cache.index_api import IndexContext, Method, Selection, Transfer
+from kvthaw.cache.index_api import IndexContext, Method, Transfer
 from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.layer_base import AttentionParams, RecentQueries
 from kvthaw.cache.layer_storage import LayerStorage
@@ -23,53 +22,6 @@ from kvthaw.kernels.in_place import Every, InPlace, Selected
 from kvthaw.kernels.places import Newest
 from kvthaw.kernels.sparse_decode import sparse_decode
 
-
-class Ahead:
-    """Choices for an anchor's next tokens by predicted queries, which come before the tokens' own.
-
-    An index on the host begins to search. Another selects when the layer attends.
-
-    queries: predicted, [B, Hq, T, D], for the next T tokens; None: the tokens have their own.
-    searches: running, for the first of these tokens. The others are searched when they come, because the index changes before.
-    """
-
-    def __init__(self, updater: IndexUpdater) -> None:
-        self.updater = updater
-        self.queries: Tensor | None = None
-        self.searches: list[Future[Selection]] = []
-
-    def prefetch(self, queries: Tensor, *, search: bool = True) -> None:
-        """Use these queries, [B, Hq, T, D], for the next T tokens instead of their own.
-
-        search: an index on the host starts at once, concurrently with the layer before, for the tokens before it changes.
-        """
-        retriever = self.updater.retriever
-        self.drop()
-        now = self.updater.undisturbed(queries.shape[2]) if search and retriever.index.traits.on_host else 0
-        self.searches = retriever.search(queries[:, :, :now]) if now else []
-        self.queries = queries
-
-    def choose(self, query: Tensor, length: int, t: int) -> Choice:
-        """Return the choice for token t, whose own query is [B, Hq, D]. The last of the predicted queries is then spent.
-
-        length: length of the longest sequence.
-        """
-        retriever, queries = self.updater.retriever, self.queries
-        if queries is None:
-            return retriever.choose(query, length)
-        choice = retriever.choose(queries[:, :, t], length, self.searches[t] if t < len(self.searches) else None)
-        if t == queries.shape[2] - 1:
-            self.drop()
-        return choice
-
-    def drop(self) -> None:
-        """Drop what was predicted. Cancels the searches that have not started, and waits for the one that reads the index."""
-        for search in self.searches:
-            search.cancel()
-        wait(self.searches)
-        self.queries, self.searches = None, []
-
-
 Rows = tuple[Choice | None, Selected | Every | Tensor | None, dict[str, Any]]
 """A choice; where attention finds its rows, or the visible slots; and weights and partials, as for DecodeStep."""
 
@@ -78,11 +30,11 @@ class HeldAttention:
     """Attention of a decode step to sink and ring, for a method that retrieves nothing.
 
     retriever: selects rows; None: there are no others.
-    ahead: None if another layer's queries select the rows.
+    updater: feeds its index; None if another layer's queries select the rows.
     """
 
     retriever: Retriever | None = None
-    ahead: Ahead | None = None
+    updater: IndexUpdater | None = None
 
     def __init__(self, storage: LayerStorage, sequences: Sequences) -> None:
         self.storage, self.sequences = storage, sequences
@@ -115,18 +67,23 @@ class SparseAttention(HeldAttention):
     retriever: Retriever
 
     def __init__(
-        self, storage: LayerStorage, sequences: Sequences, retriever: Retriever, transfer: Transfer, ahead: Ahead | None
+        self,
+        storage: LayerStorage,
+        sequences: Sequences,
+        retriever: Retriever,
+        transfer: Transfer,
+        updater: IndexUpdater | None,
     ) -> None:
         super().__init__(storage, sequences)
-        self.retriever, self.transfer, self.ahead = retriever, transfer, ahead
+        self.retriever, self.transfer, self.updater = retriever, transfer, updater
 
     def _rows(self, step: Step | None, t: int, query: Tensor, attention: AttentionParams) -> Rows:
         retriever, how = self.retriever, dict[str, Any]()
-        if self.ahead is None:
+        if self.updater is None:
             choice, own = retriever.choices[t].followed, None
         else:
             longest = self.sequences.longest if step is None else step.start + t + 1 - min(step.left_pad)
-            choice, own = self.ahead.choose(query, longest, t), retriever.index
+            choice, own = retriever.choose(query, longest, t), retriever.index
         fetch_choice(self.transfer, choice, self.storage.store, self.storage.slab, own)
         selection, reads = choice.selection, retriever.reads_blocks
         if selection.partial is not None:
@@ -145,7 +102,7 @@ class SparseAttention(HeldAttention):
         """Return the rows of a choice and where they lie in this layer."""
         selection, store = choice.selection, self.storage.store
         counts = selection.counts, self.retriever.residency.counts
-        tally = counts if choice.slots is None and self.ahead is not None else None
+        tally = counts if choice.slots is None and self.updater is not None else None
         rows = selection.rows.contiguous()
         return Selected(rows, choice.slots, self.storage.table()[: len(rows)], store.block_size, tally, store.format)
 
@@ -188,17 +145,17 @@ def make_attention(
     on_cpu, transfer = context.device.type == "cpu", (method.transfer or UvaGather)()
     if transfer.graph_safe and on_cpu:
         transfer = BulkCopy()
-    retriever, ahead = leader, None
+    retriever, updater = leader, None
     if retriever is None:
         index = method.make_index(context)
         kind = HostRetriever if index.traits.on_host else Retriever
         retriever = kind(method, index, context, sequences, storage.store.seqs, storage.streams)
-        ahead = Ahead(IndexUpdater(retriever, storage.store, storage.slab, sequences, recent))
+        updater = IndexUpdater(retriever, storage.store, storage.slab, sequences, recent)
     traits = retriever.index.traits
     if not traits.on_host and (transfer.graph_safe or on_cpu):  # what the host reads stays there
         storage.place_on_device(context.layer)
-    if ahead is not None:
+    if updater is not None:
         fetches = traits.rebuilds or method.transfer is not None
         retriever.reads_blocks = storage.placement is not None and not fetches
     storage.tabled = retriever.reads_blocks or isinstance(transfer, UvaGather)
-    return SparseAttention(storage, sequences, retriever, transfer, ahead)
+    return SparseAttention(storage, sequences, retriever, transfer, updater)

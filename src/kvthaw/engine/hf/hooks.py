@@ -96,7 +96,7 @@ def _prefetch(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         kv, following = (ours[at + 1].kv, ours[at + 1].module) if prefetches else (None, None)
         hidden = args[0] if args else kwargs["hidden_states"]
         attention = None if following is None else following()
-        ahead = kv.ahead(hidden.shape[1]) if isinstance(kv, OffloadedLayer) else None
-        if attention is None or ahead is None:
+        updater = kv.updater if isinstance(kv, OffloadedLayer) and kv.sequences.decodes(hidden.shape[1]) else None
+        if attention is None or updater is None:
             continue
-        ahead.prefetch(_query(attention, {**kwargs, name: None, **({"hidden_states": hidden} if args else {})}))
+        updater.predict(_query(attention, {**kwargs, name: None, **({"hidden_states": hidden} if args else {})}))
