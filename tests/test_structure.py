@@ -111,3 +111,35 @@ def test_nothing_imports_the_baselines() -> None:
 
 def test_only_the_adapter_imports_transformers() -> None:
     assert {module for module, names in imports().items() if "transformers" in names and ".engine.hf" not in module} == set()
+
+
+STATE = {
+    "kvthaw.cache.host_memory": "_page_locked",  # pages that the process has pinned
+    "kvthaw.cache.page_locked": "_STILL_PINNED",  # pages that CUDA did not unpin
+    "kvthaw.cache.streams": "_WITH_THREADS",  # fork() copies the process without its threads
+    "kvthaw.engine.hf.attention": "_SERVED",  # models that share a config or modules
+    "kvthaw.kernels.flash_attention_4": "_COMPILED",  # the library compiles once a process
+    "kvthaw.methods": "METHODS",  # the registry that users add to
+}
+"""What files hold that changes: of the process, not of a model, a handle or a cache."""
+
+
+def changes(value: ast.expr | None) -> bool:
+    """Whether a value is an empty container, to be filled, or an object of kvthaw's with state of its own."""
+    if isinstance(value, ast.List | ast.Set | ast.Dict):
+        return not (value.keys if isinstance(value, ast.Dict) else value.elts)
+    if not isinstance(value, ast.Call):
+        return False
+    name = ast.unparse(value.func).rpartition(".")[2].partition("[")[0]
+    kinds = {"dict", "list", "set", "deque", "Counter", "defaultdict", "WeakSet", "WeakKeyDictionary", "WeakValueDictionary"}
+    return (name in kinds and not value.args) or name in {"PageLocked", "Methods"}
+
+
+def test_no_file_holds_the_state_of_a_model_or_a_cache() -> None:
+    found = {
+        (module, ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target))
+        for module, path in FILES.items()
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.Assign | ast.AnnAssign) and changes(node.value)
+    }
+    assert found == set(STATE.items())

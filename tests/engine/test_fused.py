@@ -98,6 +98,19 @@ def test_a_model_whose_weights_were_moved_is_saved_and_copied(tmp_path: Path) ->
         assert torch.equal(logits(twin), plain)
 
 
+def test_a_copy_of_a_model_finds_its_own_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "_on_gpu", lambda model: True)
+    model = build("llama")
+    with fused.fused(model):
+        known = vars(model)["_kvthaw_modules"]
+    twin = copy.deepcopy(model)
+    for one in (twin, model):
+        with fused.fused(one):
+            assert "forward" in vars(one.model.norm)
+        assert "forward" not in vars(one.model.norm)
+    assert vars(model)["_kvthaw_modules"] is known
+
+
 def test_weights_that_share_memory_stay_where_they_are() -> None:
     whole = torch.randn(24, 8)
     layers = [Linear(8, 8, bias=False) for _ in range(3)]

@@ -22,7 +22,7 @@ from kvthaw.kernels.dense import definition
 
 _log = logging.getLogger(__name__)
 _SERVED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
-"""Models that attend through kvthaw."""
+"""Models that attend through kvthaw. They may share a config and modules, so each must find the others."""
 
 
 def unwrap(model: Any) -> PreTrainedModel:

@@ -25,8 +25,19 @@ from kvthaw.kernels.gated import serves as multiplies
 from kvthaw.kernels.rms_norm import MOST, rms_norm
 
 _Forward = Callable[..., Any]
-_KNOWN: weakref.WeakKeyDictionary[PreTrainedModel, list[tuple[weakref.ref[Module], _Forward]]] = weakref.WeakKeyDictionary()
-"""Modules of a model that have kernels, with their new forwards. Finding them takes a millisecond."""
+_MODULES = "_kvthaw_modules"
+"""The attribute of a model that holds its KernelModules."""
+
+
+class KernelModules:
+    """Modules of a model that have kernels, with their new forwards. Finding them takes a millisecond."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.forwards = find(model)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Make None of this in a copy of the model, which finds its own modules."""
+        return type(None), ()
 
 
 @contextmanager
@@ -35,9 +46,9 @@ def fused(model: PreTrainedModel) -> Iterator[None]:
     if not _on_gpu(model):
         yield
         return
-    if model not in _KNOWN:
-        _KNOWN[model] = find(model)
-    with swapped([(module, forward) for ref, forward in _KNOWN[model] if (module := ref()) is not None]):
+    if vars(model).get(_MODULES) is None:
+        vars(model)[_MODULES] = KernelModules(model)
+    with swapped([(module, forward) for ref, forward in vars(model)[_MODULES].forwards if (module := ref()) is not None]):
         yield
 
 

@@ -37,6 +37,8 @@ from kvthaw.typecheck import check_type
 _log = logging.getLogger(__name__)
 _BEHIND = "_kvthaw_cache"
 """The attribute of a DynamicCache that holds the kvthaw cache whose layers it has. A copy of the DynamicCache has its own."""
+_ATTACHED = "_kvthaw_attached"
+"""The attribute of an attached model that holds its Forward. Another wrapper may hide it as the model's `forward`."""
 _ANSWER = 256
 """New tokens, besides the prompt's, for which auto chooses its method."""
 _WITHOUT = "kvthaw was off: the latest call had no cache (use_cache=False), and its attention was dense"
@@ -230,12 +232,9 @@ def _behind(given: Any) -> Cache | None:
     return cache if cache is not None and given.layers is cache.layers else None
 
 
-_ATTACHED: weakref.WeakSet[Forward] = weakref.WeakSet()
-"""Forwards of attached models."""
-
-
 def _attachment(model: PreTrainedModel) -> Forward | None:
-    return next((forward for forward in _ATTACHED if forward.model is model), None)
+    found = vars(model).get(_ATTACHED)
+    return found if isinstance(found, Forward) and found.model is model else None  # else of the model that this is a copy of
 
 
 def is_attached(model: PreTrainedModel) -> bool:
@@ -250,7 +249,7 @@ class Handle:
         self._forward = forward
         self._last: Stats | None = None
         forward.handle = weakref.ref(self)
-        _ATTACHED.add(forward)
+        vars(forward.model)[_ATTACHED] = forward
 
     @property
     def cache(self) -> Cache:
@@ -281,7 +280,7 @@ class Handle:
         forward = self._forward
         if forward.cache is not None or forward.off is not None:
             self._last = self.stats()
-        _ATTACHED.discard(forward)
+        vars(forward.model).pop(_ATTACHED, None)
         forward.detach()
 
     def __repr__(self) -> str:
