@@ -87,7 +87,7 @@ class Stack:
     def expected(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         """Number and bytes of the blocks that a background thread shall pin, as each step says them."""
         asked = list[tuple[int, int]]()
-        monkeypatch.setattr(HostMemory, "expect", lambda self, count, size, half: asked.append((count, size)))
+        monkeypatch.setattr(HostMemory, "expect", lambda self, count, size: asked.append((count, size)))
         for store in self.stores:
             monkeypatch.setattr(store.allocator, "pinned", True)
         return asked

@@ -219,19 +219,22 @@ def test_what_is_expected_is_taken_once_and_within_limits(runtime: Runtime) -> N
     del held, blocks
 
 
-def test_half_of_what_is_kept_may_be_used_before_more_is_pinned(runtime: Runtime) -> None:
+def test_half_of_what_is_kept_may_be_used_before_more_is_pinned(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = made(runtime)
-    assert memory.expect(HUGE, 40, half=True)
-    assert not memory.expect(HUGE, 40, half=True), "they are to be pinned"
+    monkeypatch.setattr(host_memory, "_page_locked", memory)
+    cache, limited = HostMemory(), HostMemory(19 * HUGE)
+    assert cache.short_of(40, HUGE)
+    assert cache.expect(40, HUGE) is not None
+    assert not cache.short_of(40, HUGE), "they are to be pinned"
     memory.take_ahead()
     assert list(runtime.held.values()) == [40 * HUGE]
     blocks = [memory.tensor(SHAPE, torch.bfloat16) for _ in range(20)]
-    assert not memory.expect(HUGE, 40, half=True)
+    assert not cache.short_of(40, HUGE)
     blocks.append(memory.tensor(SHAPE, torch.bfloat16))
-    assert not memory.expect(HUGE, 40, most=19, half=True)
-    assert memory.expect(HUGE, 40, half=True)
-    assert memory.expect(HUGE, 300), "a prompt needs more"
-    assert not memory.expect(HUGE, 40, half=True), "and gets it"
+    assert not limited.short_of(40, HUGE)
+    assert cache.short_of(40, HUGE)
+    assert cache.expect(300, HUGE) is not None, "a prompt needs more"
+    assert not cache.short_of(40, HUGE), "and gets it"
     memory.take_ahead()
     assert memory.spare_bytes == 300 * HUGE
 

@@ -194,16 +194,19 @@ class HostMemory:
         if pinned and count > 0 and size > HUGE // 2:
             _page_locked.prepare(size, count, soon)
 
-    def expect(self, count: int, size: int, *, half: bool = False) -> Callable[[], None] | None:
+    def short_of(self, count: int, size: int) -> bool:
+        """Return whether less than half of `count` blocks of `size` bytes, or of the room, are pinned and unused, or will be."""
+        room = count if self.limit is None else max(0, (self.limit - self.used) // held_bytes(size, pinned=True))
+        return 2 * _page_locked.coming(size) < min(count, room)
+
+    def expect(self, count: int, size: int) -> Callable[[], None] | None:
         """Return a function that pins memory for `count` blocks of `size` bytes on a background thread; None if there is
         enough.
 
         A later call replaces this one; with 0, nothing more is pinned.
-
-        half: half of them are enough.
         """
         room = None if self.limit is None else max(0, (self.limit - self.used) // held_bytes(size, pinned=True))
-        few = size > HUGE // 2 and _page_locked.expect(size, count, room, half=half)
+        few = size > HUGE // 2 and _page_locked.expect(size, count, room)
         return _page_locked.take_ahead if few else None
 
     @property

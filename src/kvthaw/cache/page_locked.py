@@ -137,18 +137,21 @@ class PageLocked:
             self._keep(size, made)
             count, soon = count - len(made), soon - len(made)
 
-    def expect(self, size: int, count: int, most: int | None = None, *, half: bool = False) -> bool:
+    def coming(self, size: int) -> int:
+        """Return how many tensors of `size` bytes are pinned and unused, or will be."""
+        size = locked_bytes(size)
+        with self._lock:
+            return len(self._spare.get(size, ())) + self._coming[size] + self._expected[size]
+
+    def expect(self, size: int, count: int, most: int | None = None) -> bool:
         """Set how many tensors of `size` bytes take_ahead() pins. Replaces an earlier call. Returns whether there are any to
         pin.
 
         most: tensors that there is room for; None: unknown.
-        half: change nothing if half of the tensors are unused or expected.
         """
         size, count = locked_bytes(size), count if most is None else min(count, most)
         with self._lock:
             held = len(self._spare.get(size, ())) + self._coming[size]
-            if half and 2 * (held + self._expected[size]) >= count:
-                return False
             lack = count - held
             if lack > 0:  # not one by one, if others take some meanwhile
                 lack = max(lack, min(count, _AT_ONCE // size))

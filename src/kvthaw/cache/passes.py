@@ -7,7 +7,7 @@ ms.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, starmap
@@ -320,8 +320,8 @@ def look_ahead(layers: Sequence[OffloadedLayer], sequences: Sequences, since: in
     steps = min(turns, max(1, store.block_size // 2, store.block_size - regions.buffer))
     begins = ((seq, sequences.length(seq) - regions.window - 1) for seq in range(count) if seq not in sequences.idle)
     soon = sum(store.reserved(seq) < min(sequences.end(seq), begin + steps) for seq, begin in begins)
-    if soon:
-        _pin(layers, soon, half=True)
+    needs = _lacking_blocks(layers, soon)
+    _pin(layers, {size: blocks for size, blocks in needs.items() if layers[0].streams.memory.short_of(blocks, size)})
     placed = {layer.number: layer for layer in layers if layer.storage.placement is not None}
     for step in range(max(since, sequences.decoded - steps) + 1, sequences.decoded + 1) if placed else ():
         for turn in range(step % steps, turns, steps):
@@ -336,17 +336,23 @@ def expect(layers: Sequence[OffloadedLayer], seq: int, tokens: int) -> None:
     """
     if layers:
         store = layers[0].store
-        _pin(layers, -(-tokens // store.block_size) + 1 - store.reserved(seq) // store.block_size if tokens else 0)
+        blocks = -(-tokens // store.block_size) + 1 - store.reserved(seq) // store.block_size if tokens else 0
+        _pin(layers, _lacking_blocks(layers, blocks))
 
 
-def _pin(layers: Sequence[OffloadedLayer], blocks: int, *, half: bool = False) -> None:
-    """Pin memory on a background thread for `blocks` more blocks of each layer; see HostMemory.expect."""
-    needs, streams = Counter[int](), layers[0].streams
+def _lacking_blocks(layers: Sequence[OffloadedLayer], blocks: int) -> Counter[int]:
+    """Return how many of `blocks` more pinned blocks of each layer have no room on the device, by their bytes."""
+    needs = Counter[int]()
     for allocator in (layer.store.allocator for layer in layers if layer.store.pinned):
         needs[allocator.size] += max(0, blocks - allocator.room)
+    return needs
+
+
+def _pin(layers: Sequence[OffloadedLayer], needs: Mapping[int, int]) -> None:
+    """Pin memory on a background thread for these numbers of blocks, by their bytes."""
+    streams = layers[0].streams
     for size, count in needs.items():
-        take = streams.memory.expect(count, size, half=half)
-        if take is not None:
+        if (take := streams.memory.expect(count, size)) is not None:
             streams.run_beside(take)
 
 
