@@ -23,7 +23,7 @@ from kvthaw.cache.host_memory import host_tensor
 from kvthaw.cache.index_api import IndexContext, Method
 from kvthaw.cache.pool import Slab
 from kvthaw.errors import one_of
-from kvthaw.index.forest import EachHeadTreeIndex, TreeIndex
+from kvthaw.index.forest import TreeIndex
 from kvthaw.index.hybrid import HybridIndex
 from kvthaw.index.reordering import Reordering
 from kvthaw.kernels.row_format import RowFormat
@@ -230,10 +230,6 @@ class PagedTreeIndex(TreeIndex, tested=True):
                 rewrite(self.pages, self.context.store, seq, members + self.forest.first(seq))
 
 
-class PagedEachHeadTreeIndex(PagedTreeIndex, EachHeadTreeIndex, tested=True):
-    """PagedTreeIndex with `merge=each`."""
-
-
 class Stored:
     """A store's rows in token order."""
 
@@ -342,8 +338,7 @@ def icecache_copies(*, transfer: Way = "bulk", layout: Layout = "page", **option
     def paged(context: IndexContext) -> TreeIndex:
         made = method.make_index(context)
         assert isinstance(made, TreeIndex)
-        kind = PagedEachHeadTreeIndex if isinstance(made, EachHeadTreeIndex) else PagedTreeIndex
-        return kind(context, copies, config=made.config, threads=made.threads)
+        return PagedTreeIndex(context, copies, config=made.config, threads=made.threads)
 
     index = paged if layout == "page" else method.index
     return replace(method, index=index, transfer=partial(PagedCopy, transfer, copies))

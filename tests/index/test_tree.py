@@ -21,7 +21,7 @@ from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import IndexContext
 from kvthaw.cache.ranks import Ranks
 from kvthaw.errors import CacheError, ConfigError
-from kvthaw.index.forest import EachHeadTreeIndex, TreeIndex
+from kvthaw.index.forest import TreeIndex
 from kvthaw.index.tree_config import TreeConfig
 from kvthaw.methods.icecache import PRESETS
 from kvthaw.methods.icecache_digest import SETTINGS
@@ -121,8 +121,7 @@ def test_building_and_selecting_equal_the_definition(n: int, config: TreeConfig,
 def test_the_union_of_what_each_head_finds_is_not_cut(config: TreeConfig) -> None:
     """Every head of 4 has a quarter of the budget, and a sequence that the budget holds is selected whole."""
     keys = random_keys(2, 150, 64)
-    shape = make_index([keys, keys[:, :30]], 8, config).context
-    index = EachHeadTreeIndex(shape, dataclasses.replace(config, merge="each"), threads=2)
+    index = make_index([keys, keys[:, :30]], 8, dataclasses.replace(config, merge="each"))
     index.build(0, 0, keys)
     index.build(1, 0, keys[:, :30])
     query = random_keys(2, 8, 64, seed=9)

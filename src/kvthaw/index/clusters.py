@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Hashable
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.index.batches import BatchedIndex, BatchGroup, Formed
 from kvthaw.index.draws import drawn
-from kvthaw.index.joined import joined
+from kvthaw.index.joined import joined_or_all
 from kvthaw.kernels.cover import cover, directions
 from kvthaw.kernels.kmeans import Distance, kmeans_in_pieces
 from kvthaw.kernels.unit_select import Policy
 
+Choice = Literal[Policy, "each"]
+"""How the query heads of a KV head agree, or that each of them chooses for itself."""
 Start = Literal["covering", "random"]
 """The initial centres of k-means: half of them drawn at random and half the keys covered worst, or all drawn, as in the paper."""
 _ROUNDS, _MOST = 4, 256  # least number of rounds; most keys that a round adds
@@ -104,7 +105,7 @@ class ClusterIndex(BatchedIndex, tested=True):
         distance: Distance = "cosine",
         start: Start = "covering",
         iterations: int = 8,
-        policy: Policy = "max",
+        policy: Choice = "max",
     ) -> None:
         one_of(get_args(Distance), distance=distance)
         one_of(get_args(Start), start=start)
@@ -115,8 +116,9 @@ class ClusterIndex(BatchedIndex, tested=True):
         self.tokens_per_cluster, self.clusters = tokens_per_cluster, clusters
         self.distance: Distance = distance
         self.start: Start = start
-        self.iterations = iterations
-        super().__init__(context, batch=batch, per_batch=clusters_per_batch, width=context.head_dim, policy=policy)
+        self.iterations, self.each = iterations, policy == "each"
+        how: dict[str, Any] = {"width": context.head_dim, "policy": "max" if self.each else policy}  # alone, a head agrees
+        super().__init__(context, batch=batch, per_batch=clusters_per_batch, **how)
 
     @property
     def settings(self) -> Hashable:
@@ -140,23 +142,12 @@ class ClusterIndex(BatchedIndex, tested=True):
     def pieces(self, count: int) -> int:
         return self.iterations + (2 if self.start == "random" else 2 + rounds_of(count // 2))
 
-
-class QueryHeadClusterIndex(ClusterIndex, tested=True):
-    """ClusterIndex whose G query heads of a KV head each take the best clusters up to budget / G rows, and attend to these alone.
-
-    Where the budget holds all tokens of a sequence, every head attends to all.
-    """
-
     def select(self, query: Tensor, budget: int) -> Selection:
-        batch, heads = query.shape[0], self.context.kv_heads
-        grouped = query.unflatten(1, (heads, -1))
-        share = max(1, budget // grouped.shape[2])
-        rows = [super(QueryHeadClusterIndex, self).select(one, share).rows for one in grouped.unbind(2)]
-        chosen, _, weight = joined(torch.stack(rows, dim=2), budget)
-        tokens = self.stops[:batch].gather(2, self.counts[:batch, None, None].long().expand(-1, heads, 1))
-        every = F.pad(self.order[:batch, :, :budget], (0, max(0, budget - self.order.shape[2])))
-        every = every.masked_fill(torch.arange(budget, device=query.device) >= tokens, -1)
-        fits = tokens <= budget
-        found = torch.where(fits, every, chosen)
-        seen = fits.expand(-1, heads, grouped.shape[2]).flatten(1)[:, :, None]
-        return Selection(found, (found >= 0).sum(dim=2, dtype=torch.int32), weight.masked_fill(seen, 0.0))
+        """Select rows; see Index. With "each", every query head takes the best clusters up to budget / G rows, and no others."""
+        if not self.each:
+            return super().select(query, budget)
+        batch, (*heads,) = query.shape[0], query.unflatten(1, (self.context.kv_heads, -1)).unbind(2)
+        share = max(1, budget // len(heads))
+        rows = torch.stack([super(ClusterIndex, self).select(one, share).rows for one in heads], dim=2)
+        tokens = self.stops[:batch, 0].gather(1, self.counts[:batch, None].long())[:, 0]
+        return Selection(*joined_or_all(rows, budget, self.first, tokens))

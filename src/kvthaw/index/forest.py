@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvthaw.cache.index_api import Index, IndexContext, Selection, Traits
 from kvthaw.errors import CacheError, ConfigError, at_least
-from kvthaw.index.joined import joined
+from kvthaw.index.joined import joined_or_all
 from kvthaw.index.tree_config import CHOICES, TreeConfig, directions
 from kvthaw.native import ELEMENTS, Effort, Forest, Isa, TreeSettings, isa_code
 
@@ -94,9 +94,10 @@ class TreeIndex(Index, tested=True):
             most = [self.context.store.seqs, self.context.q_heads, self.context.head_dim]
             raise ValueError(f"query is {list(query.shape)}; it must be {most}, or fewer sequences")
         at_least(0, budget=budget)
-        return self.search(query, rows, counts, budget)
+        search = self._search_each if self.config.merge == "each" else self._search
+        return search(query, rows, counts, budget)
 
-    def search(self, query: Tensor, rows: Tensor, counts: Tensor, budget: int) -> Callable[[], None]:
+    def _search(self, query: Tensor, rows: Tensor, counts: Tensor, budget: int) -> Callable[[], None]:
         """Return what prepare() does with a query [B, Hq, D] that was checked."""
         batch, group = query.shape[0], query.shape[1] // self.context.kv_heads
 
@@ -104,6 +105,27 @@ class TreeIndex(Index, tested=True):
             bases = self._addresses(0, batch, {seq: self.length(seq) for seq in range(batch) if self.forest.size(seq)})
             addresses = bases.data_ptr(), bases.shape[1], rows.data_ptr(), counts.data_ptr()
             self.forest.select(batch, group, query.data_ptr(), budget, *addresses, self.threads)
+
+        return select
+
+    def _search_each(self, query: Tensor, rows: Tensor, counts: Tensor, budget: int) -> Callable[[], None]:
+        """Search as _search() does. Each of G query heads finds budget / G rows, and all of them attend to the union."""
+        batch, heads, group = query.shape[0], self.context.kv_heads, self.context.group
+        share = max(1, budget // group)
+        own = torch.empty((group, batch, heads, query.shape[2]), dtype=torch.float32)
+        found = torch.empty((group, batch, heads, share), dtype=torch.int32)
+        held = torch.empty((group, batch, heads), dtype=torch.int32)
+        searches = [self._search(*each, share) for each in zip(own, found, held, strict=True)]
+
+        def select() -> None:
+            own.copy_(query.unflatten(1, (heads, group)).movedim(2, 0))
+            for search in searches:
+                search()
+            sizes = torch.tensor([self.forest.size(seq) for seq in range(batch)], dtype=torch.int32)
+            firsts = torch.tensor([[self.forest.first(seq)] for seq in range(batch)], dtype=torch.int32)
+            chosen, number, _ = joined_or_all(found.movedim(0, 2).contiguous(), budget, firsts, sizes)
+            rows.copy_(chosen)
+            counts.copy_(number)
 
         return select
 
@@ -196,35 +218,6 @@ class TreeIndex(Index, tested=True):
         if start == missing == 0:
             return table
         return (torch.nn.functional.pad(table, (0, 0, 0, missing)) if missing > 0 else table)[start:stop]
-
-
-class EachHeadTreeIndex(TreeIndex, tested=True):
-    """TreeIndex whose G query heads of a KV head each find budget / G rows; all of them attend to the union, which is not cut.
-
-    Where the budget holds all tokens of a sequence, they attend to all.
-    """
-
-    def search(self, query: Tensor, rows: Tensor, counts: Tensor, budget: int) -> Callable[[], None]:
-        batch, heads, group = query.shape[0], self.context.kv_heads, self.context.group
-        own = torch.empty((group, batch, heads, query.shape[2]), dtype=torch.float32)
-        share = max(1, budget // group)
-        found = torch.empty((group, batch, heads, share), dtype=torch.int32)
-        held = torch.empty((group, batch, heads), dtype=torch.int32)
-        searches = [super(EachHeadTreeIndex, self).search(*each, share) for each in zip(own, found, held, strict=True)]
-
-        def select() -> None:
-            own.copy_(query.unflatten(1, (heads, group)).movedim(2, 0))
-            for search in searches:
-                search()
-            for into, one in zip((rows, counts), joined(found.movedim(0, 2).contiguous(), budget)[:2], strict=True):
-                into.copy_(one)
-            for seq in range(batch):
-                if (size := self.forest.size(seq)) <= budget:
-                    rows[seq] = -1
-                    rows[seq, :, :size] = torch.arange(size, dtype=torch.int32) + self.forest.first(seq)
-                    counts[seq] = size
-
-        return select
 
 
 def _settings(config: TreeConfig, context: IndexContext, dtype: int) -> TreeSettings:

@@ -27,3 +27,16 @@ def joined(rows: Tensor, budget: int) -> tuple[Tensor, Tensor, Tensor]:
     log_weight = torch.zeros(wanted.shape, device=rows.device).masked_fill(hidden, -torch.inf)
     found = every != _NONE
     return torch.where(found, every, -1), found.sum(dim=2, dtype=torch.int32), log_weight.flatten(1, 2)
+
+
+def joined_or_all(rows: Tensor, budget: int, first: int | Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Join rows as joined() does. If the budget holds all tokens of a sequence, every head attends to all.
+
+    first: the first position of all sequences, or [B, 1] int32.
+    tokens: [B] int32, the number of positions.
+    """
+    chosen, counts, log_weight = joined(rows, budget)
+    place, fits = torch.arange(budget, dtype=torch.int32, device=rows.device), (tokens <= budget)[:, None]
+    every = torch.where(place < tokens[:, None], first + place, -1)[:, None]
+    log_weight = log_weight.masked_fill(fits[..., None], 0.0)
+    return torch.where(fits[..., None], every, chosen), torch.where(fits, tokens[:, None], counts), log_weight

@@ -7,13 +7,11 @@ from typing import Any, Literal
 
 from kvthaw.cache.index_api import Method
 from kvthaw.errors import at_least
-from kvthaw.index.clusters import ClusterIndex, QueryHeadClusterIndex, Start
+from kvthaw.index.clusters import Choice, ClusterIndex, Start
 from kvthaw.kernels.kmeans import Distance
-from kvthaw.kernels.unit_select import Policy
 from kvthaw.regions import Regions
 
 Preset = Literal["paper", "code"]
-Choice = Literal[Policy, "each"]
 
 _PRESETS: dict[str, tuple[Choice, int]] = {"paper": ("max", 4), "code": ("each", 8)}
 
@@ -69,19 +67,16 @@ def clusterkv(
     )
 
 
-def cluster_method(
-    name: str, regions: Regions, keep: int, *, differs: str, choose: str, policy: Choice, **clusters: Any
-) -> Method:
+def cluster_method(name: str, regions: Regions, keep: int, *, differs: str, choose: str, **clusters: Any) -> Method:
     """Return a method that selects clusters.
 
     clusters: ClusterIndex's options.
     """
-    index = partial(QueryHeadClusterIndex, **clusters) if policy == "each" else partial(ClusterIndex, policy=policy, **clusters)
     return Method(
         name,
         paper="ClusterKV",
         unit="cluster",
-        index=index,
+        index=partial(ClusterIndex, **clusters),
         regions=regions,
         keep=keep,
         any_budget=True,

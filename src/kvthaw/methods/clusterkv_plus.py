@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvthaw.cache.index_api import Method
-from kvthaw.index.clusters import Start
+from kvthaw.index.clusters import Choice, Start
 from kvthaw.kernels.kmeans import Distance
-from kvthaw.methods.clusterkv import Choice, cluster_method
+from kvthaw.methods.clusterkv import cluster_method
 from kvthaw.regions import Regions
 
 

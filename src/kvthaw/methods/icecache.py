@@ -9,7 +9,7 @@ from typing import Any, Literal
 from kvthaw.cache.choice import Way, transfer_of
 from kvthaw.cache.index_api import IndexContext, Method
 from kvthaw.errors import at_least, one_of
-from kvthaw.index.forest import EachHeadTreeIndex, TreeIndex
+from kvthaw.index.forest import TreeIndex
 from kvthaw.index.tree_config import TreeConfig
 from kvthaw.methods.options import check
 from kvthaw.regions import Regions
@@ -99,5 +99,4 @@ def tree_method(name: str, tree: dict[str, Any], reuse: int, threads: int, trans
 
 
 def _index(config: TreeConfig, seed: int | None, threads: int, context: IndexContext) -> TreeIndex:
-    kind = EachHeadTreeIndex if config.merge == "each" else TreeIndex
-    return kind(context, replace(config, seed=context.seed if seed is None else seed), threads=threads)
+    return TreeIndex(context, replace(config, seed=context.seed if seed is None else seed), threads=threads)
