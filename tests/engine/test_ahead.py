@@ -11,8 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvthaw import Batch, PrefixCache, Request, Sampling, Scheduler
-from kvthaw.cache import passes
-from kvthaw.cache.finite import FiniteCheck, PromptCheck
+from kvthaw.cache import finite, passes
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.errors import CacheError
 from kvthaw.serve import watcher
@@ -201,17 +200,21 @@ def test_tokens_that_were_read_by_a_step_that_fails_come_with_the_next(
     assert [told[request] for request in requests] == [request.tokens for request in requests]
 
 
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flags come to the host later, and only where it waits for them."""
+    init = finite._Flags.__init__
+
+    def later(flags: finite._Flags, layers: list[Any]) -> None:
+        init(flags, layers)
+        flags.on_gpu = True
+
+    monkeypatch.setattr(finite._Flags, "__init__", later)
+
+
 @pytest.mark.parametrize("ends", ["runs", "cancelled", "preempted"])
 def test_a_prompt_that_is_not_finite_is_not_kept(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
     """As on a GPU: it is known when the first token is read."""
-
-    def later(check: FiniteCheck, seqs: list[int], layers: list[Any]) -> None:
-        asked = PromptCheck(layers)
-        for layer in layers:
-            layer.extremes = []
-        check._prompts.update(dict.fromkeys(seqs, asked))
-
-    monkeypatch.setattr(FiniteCheck, "prompt", later)
+    as_on_a_gpu(monkeypatch)
     ill = copy.deepcopy(model)
     with torch.no_grad():
         ill.get_input_embeddings().weight[7] = torch.nan
@@ -230,6 +233,23 @@ def test_a_prompt_that_is_not_finite_is_not_kept(model: PreTrainedModel, monkeyp
             scheduler.step()
         assert "not finite" in str(request.error)
     assert (prefix.stats().kept_tokens, prefix.stats().names) == (0, [])
+
+
+def test_of_prompts_in_one_forward_only_the_one_that_is_not_finite_fails(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_on_a_gpu(monkeypatch)
+    ill = copy.deepcopy(model)
+    with torch.no_grad():
+        ill.get_input_embeddings().weight[7] = torch.nan
+    scheduler = Scheduler(Batch(ill, "pariskv-plus", **SIZES))
+    given = [prompt(1, 40, seed=seed)[0].where(prompt(1, 40, seed=seed)[0] != 7, 8) for seed in (1, 2)]
+    given[0][20] = 7
+    one, two = (scheduler.submit(ids, max_new_tokens=5, stop=()) for ids in given)
+    while scheduler.busy:
+        scheduler.step()
+    assert "not finite" in str(one.error)
+    assert (two.error, len(two.tokens)) == (None, 5)
 
 
 def test_a_change_of_method_frees_no_slot_of_another(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,18 @@ def test_after_a_crop_the_cache_goes_on(llama: PreTrainedModel) -> None:
         assert torch.allclose(llama(IDS[:, :1], past_key_values=cache).logits, llama(IDS[:, :1], past_key_values=plain).logits)
 
 
+def test_a_crop_clears_a_continuation_that_was_not_finite(llama: PreTrainedModel) -> None:
+    cache, plain = (kvthaw.Cache(llama, "oracle", budget=64) for _ in range(2))
+    with torch.no_grad():
+        for one in (cache, plain):
+            llama(IDS, past_key_values=one)
+        good = poison(llama, "k_proj", torch.nan)
+        llama(IDS[:, :40], past_key_values=cache)
+        llama.model.layers[1].self_attn.k_proj.weight.copy_(good)
+        cache.crop(-40)
+        assert torch.allclose(llama(IDS[:, :1], past_key_values=cache).logits, llama(IDS[:, :1], past_key_values=plain).logits)
+
+
 @pytest.mark.parametrize("method", ["oracle", "full"])
 def test_a_crop_before_the_error_is_reported_clears_it(llama: PreTrainedModel, method: str) -> None:
     cache = kvthaw.Cache(llama, method, budget=None if method == "full" else 64)
@@ -126,7 +138,7 @@ def test_a_request_that_leaves_takes_only_its_own_along(llama: PreTrainedModel, 
         assert len(batch.step()) == 1
     else:
         for _ in range(2):
-            with pytest.raises(CacheError, match="not finite in layer 1 while decoding sequence 0"):
+            with pytest.raises(CacheError, match="not finite in layer 1, sequence 0"):
                 batch.step()
 
 
@@ -157,7 +169,7 @@ def test_beams_take_along_what_was_not_finite(llama: PreTrainedModel) -> None:
         llama(IDS[:, :1].repeat(2, 1), past_key_values=cache)
         hook.remove()
         cache.reorder_cache(torch.tensor([1, 0]))
-        with pytest.raises(CacheError, match="not finite in layer 1 while decoding sequence 1"):
+        with pytest.raises(CacheError, match="not finite in layer 1, sequence 1"):
             llama(IDS[:, :1].repeat(2, 1), past_key_values=cache)
 
 

@@ -1,14 +1,18 @@
-"""Check that a model's keys and values are finite: of prompts by their extremes, of decoded tokens by flags of the kernels."""
+"""Check that a model's keys and values are finite: each layer has a flag of each sequence, which is set once they are not.
+
+mark() sets it for prompts, attention for decoded tokens (`kernels/flash_decode.py`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 from torch import Tensor
 
 from kvthaw.cache.layer_base import LayerKV
 from kvthaw.cache.offloaded_layer import OffloadedLayer
+from kvthaw.cache.step import Row
 from kvthaw.errors import CacheError
 from kvthaw.kernels.gpu import Download
 
@@ -16,30 +20,42 @@ EVERY = 8
 """Steps between two copies of the flags from a GPU, which take two small launches for all layers."""
 
 
-class PromptCheck:
-    """Check that keys and values of prompts were finite in each layer, by their extremes. Only wait() makes the host wait."""
+def mark(flags: Sequence[Tensor], kv: Tensor, rows: Sequence[Row]) -> None:
+    """Set the flags [B] int32 of L layers for sequences whose new rows, kv [L, H, n, 2, D], are not finite. No host sync."""
+    norms = torch.stack([torch.linalg.vector_norm(kv[:, :, row.places], torch.inf, dim=(1, 2, 3, 4)) for row in rows], dim=1)
+    bad = (norms - norms).isnan().int().flatten()
+    torch._foreach_maximum_([flag[row.seq] for flag in flags for row in rows], list(bad.unbind()))
 
-    def __init__(self, layers: Sequence[OffloadedLayer]) -> None:
-        self._layers = [layer.number for layer in layers for _ in layer.extremes]
-        if self._layers:
-            self._finite = Download(torch.stack([number for layer in layers for number in layer.extremes]).isfinite())
 
-    def wait(self) -> None:
-        """Raise CacheError for the first layer with keys or values that are not finite."""
-        if self._layers and not (finite := self._finite()).all():
-            layer = self._layers[finite.tolist().index(False)]
-            raise CacheError(f"the model gave keys or values that are not finite in layer {layer}")
+class _Flags:
+    """The flags of some layers, on their way to the host."""
+
+    def __init__(self, layers: Sequence[LayerKV]) -> None:
+        found = {layer.number: flag for layer in layers if (flag := layer.nonfinite()) is not None}
+        self._layers, self.on_gpu = list(found), any(flag.is_cuda for flag in found.values())
+        self.copy = Download(torch.stack(list(found.values())) if found else torch.empty(0, 0))
+
+    def check(self, seq: int | None = None, but: Container[int] = ()) -> None:
+        """Raise CacheError for the first flag that is set, of one sequence or of all except `but`. Waits for the copy."""
+        for layer, flags in zip(self._layers, self.copy().tolist(), strict=True):
+            for other, flag in enumerate(flags):
+                if flag and other not in but and seq in (None, other):
+                    raise CacheError(
+                        f"the model gave keys or values that are not finite in layer {layer}, sequence {other}; crop or reset() "
+                        "the cache"
+                    )
 
 
 def check_prompts(layers: Sequence[OffloadedLayer]) -> None:
-    """Raise CacheError for the first layer whose prompts have keys or values that are not finite."""
-    PromptCheck(layers).wait()
+    """Raise CacheError if prompts that came since the last call were not finite. Waits for the device if there are any."""
+    if any(layer.unchecked for layer in layers):
+        _Flags(layers).check()
     for layer in layers:
-        layer.extremes = []
+        layer.unchecked = False
 
 
 class FiniteCheck:
-    """Check the non-finite flags of all layers' attention kernels, and prompts that come in chunks.
+    """Check the flags of all layers after decode steps, and after each chunk of a prompt.
 
     On a CPU every look reads the flags. On a GPU every EVERYth look starts a copy to pinned memory, and a later look reads
     it. An error is therefore reported at most 2 * EVERY steps after the device has run the step.
@@ -48,32 +64,31 @@ class FiniteCheck:
     def __init__(self) -> None:
         self._looks = 0
         self._cuda = False
-        self._asked: tuple[list[int], Download] | None = None  # layers, and their flags that are on their way
-        self._prompts: dict[int, PromptCheck] = {}  # by sequence, of the latest chunk
+        self._asked: _Flags | None = None
+        self._prompts: dict[int, _Flags] = {}  # by sequence, after the latest chunk
 
     def prompt(self, seqs: Sequence[int], layers: Sequence[OffloadedLayer]) -> None:
-        """Take the extremes of a chunk of a sequence's prompt from the layers, or of the prompts of several sequences.
+        """Start to copy the flags after a chunk of a sequence's prompt, or after the prompts of several sequences.
 
         Raises CacheError if the chunk before was not finite. On a CPU it also raises for this chunk; on a GPU the next call
         or end() does.
         """
-        check, runs_on = PromptCheck(layers), any(number.is_cuda for layer in layers for number in layer.extremes)
+        flags = _Flags(layers)
         for layer in layers:
-            layer.extremes = []
-        for seq in seqs:
+            layer.unchecked = False
+        for seq in seqs if layers else ():
             self.end(seq)
-            self._prompts[seq] = check
-        for seq in () if runs_on else seqs:
+            self._prompts[seq] = flags
+        for seq in () if flags.on_gpu else seqs:
             self.end(seq)
 
     def end(self, seq: int) -> None:
         """Raise CacheError if the latest chunk of a sequence's prompt was not finite. Waits for that chunk."""
-        check = self._prompts.pop(seq, None)
-        if check is not None:
-            check.wait()
+        if (flags := self._prompts.pop(seq, None)) is not None:
+            flags.check(seq)
 
     def forget(self, seq: int, layers: Sequence[LayerKV]) -> None:
-        """Forget the prompt of a sequence and clear its flags in all layers. Flags of other sequences stay."""
+        """Clear the flags of a sequence in all layers. Flags of other sequences stay."""
         self._prompts.pop(seq, None)
         self._asked = None  # it may have a flag of this sequence
         if flags := _flags(seq, layers):
@@ -92,27 +107,24 @@ class FiniteCheck:
                 flag.fill_(1)
 
     def check(self) -> None:
-        """Raise CacheError for the first layer whose flag is known to be set. Does nothing while a step is captured."""
+        """Raise CacheError for the first flag that is known to be set. Does nothing while a step is captured.
+
+        A flag of a sequence whose prompt is under way is left to end().
+        """
         capturing = self._cuda and torch.cuda.is_current_stream_capturing()
-        if self._asked is None or capturing or not self._asked[1].ready():
+        if self._asked is None or capturing or not self._asked.copy.ready():
             return
-        (layers, flags), self._asked = self._asked, None
-        for layer, flag in zip(layers, flags().tolist(), strict=True):
-            if any(flag):
-                raise CacheError(
-                    f"the model gave keys or values that are not finite in layer {layer} while decoding sequence {flag.index(1)}; "
-                    "crop or reset() the cache"
-                )
+        flags, self._asked = self._asked, None
+        flags.check(but=self._prompts)
 
     def ask(self, layers: Sequence[LayerKV]) -> None:
         """Start to copy all layers' flags to the host, from a GPU every few steps. A later check() reads the copy."""
         self._looks += 1
         if self._cuda and (self._asked is not None or self._looks % EVERY):
             return
-        found = {layer.number: flag for layer in layers if (flag := layer.nonfinite()) is not None}
-        self._cuda = any(flag.is_cuda for flag in found.values())
-        if found and not (self._cuda and torch.cuda.is_current_stream_capturing()):
-            self._asked = list(found), Download(torch.stack(list(found.values())))
+        self._cuda = any(flag.is_cuda for layer in layers if (flag := layer.nonfinite()) is not None)
+        if not (self._cuda and torch.cuda.is_current_stream_capturing()):
+            self._asked = _Flags(layers)
 
     def look(self, layers: Sequence[LayerKV]) -> None:
         """Run check() and ask(). Raises CacheError at once for flags on a CPU."""

@@ -180,8 +180,10 @@ class LayerKV(Protocol):
         """Run all host-side work that the next decode step needs, except for full rings. Idempotent."""
 
     def nonfinite(self) -> Tensor | None:
-        """Return flags [B] int32 on the device, 1 once a decoded key or value of a sequence was not finite; None before the first
-        prompt."""
+        """Return flags [B] int32 on the device, 1 once a key or value of a sequence was not finite; None before the first prompt.
+
+        A layer with all KV on the device leaves out prompts.
+        """
 
     def rollback(self, failed: Step | None, *, ahead: bool = False) -> None:
         """Return to the committed lengths. Undo what a failed step wrote, and what ran ahead of a step.

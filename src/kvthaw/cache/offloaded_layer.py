@@ -50,7 +50,7 @@ class OffloadedLayer(LayerKV):
     plan: the sizes; None before the first prompt.
     room: tokens per sequence that there is device memory for.
     asked_again: decode steps with another layer's queries.
-    extremes: of keys and values of prompts, not known to be finite.
+    unchecked: whether the host has not read if the latest prompts were finite.
     """
 
     plan: Plan | None = None
@@ -72,7 +72,7 @@ class OffloadedLayer(LayerKV):
         self.recent_queries = RecentQueries(self.settings.method.prompt_queries)
         self._taken: tuple[Step | None, int] = None, 0  # a decode step, and how many of its tokens came
         self._again: tuple[Step | None, int] = None, 0  # the last step whose queries came again, and asked_again before it
-        self.extremes: list[Tensor] = []
+        self.unchecked = False
 
     @property
     def store(self) -> HostStore:
@@ -332,7 +332,8 @@ class OffloadedLayer(LayerKV):
             if self.updater is not None:
                 self.updater.drop()
             if self.recent_queries.rollback(failed):
-                self.extremes = []
+                for row in failed.rows():
+                    self.slab.tickets[row.seq].zero_()
         for seq in range(self.store.seqs):
             own = failed if failed is not None and failed.has(seq) else None
             length = self.sequences.length(seq) if seq < self.sequences.count else 0
@@ -352,17 +353,19 @@ class OffloadedLayer(LayerKV):
         """Crop the sequence; see LayerKV. The ring is refilled from the store."""
         self.slab.tickets.zero_()
         self.wait()
-        old = self.sequences.indexed(seq)
+        old, before = self.sequences.indexed(seq), self.sequences.length(seq)
+        if not self.slab.data.is_cuda:  # there, slots that attention hides must be finite
+            for begin, end in (length, min(before, self.slab.regions.sink)), (max(length, old), before):
+                self.slab.write(seq, begin, torch.zeros_like(self.slab.read(seq, begin, end)))
         if start < old and self.updater is not None:
             (self.updater.rollback if exactly else self.updater.truncate)(seq, start)
-        self.storage.refill(seq, start, min(old, length, self.sequences.length(seq)))
+        self.storage.refill(seq, start, min(old, length, before))
         self.storage.truncate(seq, length)
 
     def clear(self, seq: int) -> None:
         if self.plan is None:
             return
         self.drop_search()
-        self.extremes = []
         if self.store.length(seq):
             self.store.wait()
         if self.updater is not None:
@@ -394,7 +397,7 @@ class OffloadedLayer(LayerKV):
             shape = LayerShape.of(other, 0, None)
             self._allocate(other.plan, other.store.seqs, shape.queries, shape.keys, shape.scale)
             self.clone_from(other, pool=True)
-            self.asked_again, self.extremes = other.asked_again, list(other.extremes)
+            self.asked_again, self.unchecked = other.asked_again, other.unchecked
 
     def clone_from(self, other: OffloadedLayer, *, pool: bool = False) -> None:
         """Copy the tokens and the index of a layer with the same method and regions. Blocks are shared.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvthaw.cache.block_table import follow
 from kvthaw.cache.device_layers import DenseLayer
-from kvthaw.cache.finite import check_prompts
+from kvthaw.cache.finite import check_prompts, mark
 from kvthaw.cache.host_memory import beyond
 from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.layer_base import AttentionParams, LayerKV, LayerShape, PrefillKV
@@ -86,9 +86,9 @@ def store(prompts: Sequence[tuple[OffloadedLayer, PrefillKV]]) -> None:
 def _store_one(layer: OffloadedLayer, row: Row, new: PrefillKV) -> None:
     """Store and index the new tokens of one sequence. Sink and ring then hold the rows as the store's format rounds them."""
     (keys, values), own, past = new.of(row), layer.storage, row.past
-    layer.extremes += *torch.aminmax(keys), *torch.aminmax(values)
     keys, values = layer.store.format.rounded(keys, values)
     rows = torch.stack((keys, values), dim=2)
+    _mark([layer], rows[None], [replace(row, start=0, stop=rows.shape[1])])
     if row.seq in new.passed:
         new.passed[row.seq][:, past:] = rows
     if keys.shape[1] < _ENGINES:
@@ -100,6 +100,12 @@ def _store_one(layer: OffloadedLayer, row: Row, new: PrefillKV) -> None:
     _index(layer, row, new, keys, values)
     for begin, end in layer.slab.regions.held_of(past, row.length):
         layer.slab.write(row.seq, begin, rows[:, begin - past : end - past])
+
+
+def _mark(layers: Sequence[OffloadedLayer], kv: Tensor, rows: Sequence[Row]) -> None:
+    mark([layer.slab.tickets[:, 0] for layer in layers], kv, rows)
+    for layer in layers:
+        layer.unchecked = True
 
 
 def _index(layer: OffloadedLayer, row: Row, new: PrefillKV, keys: Tensor, values: Tensor) -> None:
@@ -117,8 +123,7 @@ def _store_alike(group: Sequence[tuple[OffloadedLayer, PrefillKV]], rows: Sequen
     format, (heads, tokens, dim) = storages[0].store.format, parts[0].shape
     kv = parts[0].new_empty((len(group), heads, tokens, 2, dim))
     torch._foreach_copy_([part for own in kv for part in own.unbind(2)], parts)
-    for (layer, _), most in zip(group, torch.linalg.vector_norm(kv.flatten(1), torch.inf, dim=1), strict=True):
-        layer.extremes.append(most)
+    _mark([layer for layer, _ in group], kv, rows)
     kv = format.decode(format.encode(kv))  # the rows as they are stored
     offload_prompts(storages, rows, kv)
     for row in rows:
