@@ -157,7 +157,7 @@ def test_a_request_that_is_preempted_keeps_what_was_not_finite(llama: PreTrained
         batch.step()
     batch.join(request)
     for _ in range(2):
-        with pytest.raises(CacheError, match="not finite in layer 1 while decoding sequence 0"):
+        with pytest.raises(CacheError, match="not finite in layer 1, sequence 0"):
             batch.step()
 
 

@@ -74,7 +74,7 @@ class SequenceState:
     """A sequence in host memory: its length, where its ring begins, and its state in each layer.
 
     home: the layers in force when it was exported, to which it must return.
-    nonfinite: numbers of the layers whose decoded keys or values were not finite.
+    nonfinite: numbers of the layers whose keys or values were not finite.
     states: state of layers that kvthaw does not serve.
     """
 
