@@ -14,7 +14,7 @@ from kvthaw.engine.graph_runner import needs_host
 from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.evaluate.describe import describe
 from kvthaw.evaluate.results import Record
-from kvthaw.evaluate.variant import OWN
+from kvthaw.evaluate.variant import OWN, Variant
 from kvthaw.methods import resolve
 from kvthaw.methods.options import take
 
@@ -150,12 +150,5 @@ def groups(grid: Sequence[S]) -> Iterator[list[S]]:
 
 def label(record: Record) -> str:
     """Return the label of a timed method with its requested budget."""
-    asked = record.setting
-    words = [asked["method"]]
-    if asked["budget"] is not None:
-        words.append(str(asked["budget"]))
-    if asked["retrieved"] is not None:
-        words.append(f"top {asked['retrieved']}")
-    if asked.get("hits") is not None:
-        words.append(f"{asked['hits']:.0%} hits")
-    return ", ".join(words)
+    asked, hits = Variant.of(record.setting), record.setting.get("hits")
+    return ", ".join(filter(None, [asked.method, asked.limit, None if hits is None else f"{hits:.0%} hits"]))

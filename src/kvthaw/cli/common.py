@@ -6,7 +6,8 @@ import codecs
 import errno
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -167,6 +168,17 @@ def print_results(records: Iterable[dict[str, Any]], as_json: bool, tables: Call
     else:
         for table in tables():
             print_wide(table)
+
+
+@contextmanager
+def needs(what: str, extra: str) -> Iterator[None]:
+    """Wrap an import. Raises ConfigError, which says how to install what is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "kvthaw":
+            raise
+        raise ConfigError(f"{what} not installed ({error}): pip install kvthaw[{extra}]") from None
 
 
 def write_whole(path: Path, text: str) -> None:

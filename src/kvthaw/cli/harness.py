@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import typer
 
 from kvthaw.cli import options
+from kvthaw.cli.common import needs
 from kvthaw.engine.hub import SHIPPED, offline
-from kvthaw.errors import ConfigError
 
 EXAMPLES = (
     "model_args: what the harness's hf model takes, and method, budget, retrieved, dense_layers, seed, capture and sparse_tokens; "
@@ -32,12 +32,8 @@ def lm_eval(context: typer.Context, plugin: options.Plugin = None) -> None:
     """
     for name in re.findall(r"(?<![^,=\s])pretrained=([^,\s]+)", " ".join(context.args)):
         offline(name)
-    try:
+    with needs("lm-evaluation-harness is", "lm-eval"):
         from kvthaw.evaluate import harness
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] == "kvthaw":
-            raise
-        raise ConfigError(f"lm-evaluation-harness is not installed ({error}): pip install kvthaw[lm-eval]") from None
     harness.main(with_path(context.args))
 
 

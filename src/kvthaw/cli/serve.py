@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import prompt_text
+from kvthaw.cli.common import needs, prompt_text
 from kvthaw.cli.groups import CacheOptions, file_option, flat, option
 from kvthaw.cli.progress import say, waiting
 from kvthaw.errors import ConfigError
@@ -140,16 +140,12 @@ def serve(
 
 def _listen(host: str, port: int) -> socket.socket:
     """Return the server's listening socket. Raises ConfigError if the address is taken or the server's packages are missing."""
-    try:
+    with needs("the server's packages are", "serve"):
         import fastapi  # noqa: F401
 
         from kvthaw.serve.protocol import listen
-
+    try:
         return listen(host, port)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] == "kvthaw":
-            raise
-        raise ConfigError(f"the server's packages are not installed ({error}): pip install kvthaw[serve]") from None
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise

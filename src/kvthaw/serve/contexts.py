@@ -107,9 +107,7 @@ async def _kept(service: Service, job: Job) -> Json:
 def _card(service: Service, key: Key) -> Json:
     if key in service.documents.coming:
         return _coming(*service.documents.coming[key])
-    entry = service.documents.kept(key[0]).get(key[1])
-    if entry is None:
-        raise ApiError(404, f"no context is named {key[1]!r}", param="name", code="context_not_found")
+    entry = service.documents.entry(key, "name")
     return _made(key[1], "completed", len(entry.ids), entry.about)
 
 

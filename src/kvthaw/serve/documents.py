@@ -64,13 +64,16 @@ class Documents:
             return None
         key = hidden_salt(cache_salt), name  # another tenant's is none
         await self.refresh(key)
+        return self.entry(key, "context")
+
+    def entry(self, key: Key, param: str) -> Entry:
+        """Return a named prompt. Raises ApiError, with param, if there is none."""
         kept = self.kept(key[0])
-        entry = kept.get(name)
-        if entry is None:
-            near = hint(name, kept)
-            said = f"no context is named {name!r}" + (f"; {near}" if near else "")
-            raise ApiError(404, said, param="context", code="context_not_found")
-        return entry
+        if key[1] not in kept:
+            near = hint(key[1], kept)
+            said = f"no context is named {key[1]!r}" + (f"; {near}" if near else "")
+            raise ApiError(404, said, param=param, code="context_not_found")
+        return kept[key[1]]
 
     def expect(self, key: Key, job: Job, kept: Coroutine[Any, Any, object]) -> None:
         """List a job as coming until its prompt is `kept`."""

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -56,25 +57,22 @@ class Guard:
         return await self._app(scope, counted, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
-        given = [(name, value.decode("latin-1")) for name, value in scope["headers"]]
+        given = Headers(scope=scope)
         if self._keys and scope["path"] not in OPEN_PATHS:
-            key = self._key(dict(given).get(b"authorization", ""))
+            key = self._key(given.get("authorization", ""))
             if key is None:
                 return ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
             if len(self._keys) > 1:
                 scope[CLIENT] = f"key {key}"
         if self._hosts is not None and scope["path"] not in PROBES:
-            sent = [
-                (name, value if name == b"host" else value.partition("://")[2]) for name, value in given if name in _SENDERS
-            ]
-            foreign = next(((name, host) for name, host in sent if not self._own(self._hosts, host)), None)
-            if foreign is not None:
-                where = f"{foreign[0].decode().capitalize()} is {foreign[1][:100]!r}"
-                return ApiError(
-                    403, f"{where}; --allowed-host names it, or --api-key-file protects all", code="host_not_allowed"
-                )
+            sent = [("Host", host) for host in given.getlist("host")]
+            sent += [("Origin", url.partition("://")[2]) for url in given.getlist("origin")]
+            for name, host in sent:
+                if not self._own(self._hosts, host):
+                    says = f"{name} is {host[:100]!r}; --allowed-host names it, or --api-key-file protects all"
+                    return ApiError(403, says, code="host_not_allowed")
         if scope["method"] == "POST":
-            kind = dict(given).get(b"content-type", "").partition(";")[0].strip().lower()
+            kind = given.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":
                 return ApiError(415, f"Content-Type is {kind[:100]!r}; a body is sent as 'application/json'")
         return None
@@ -95,9 +93,6 @@ class Guard:
             return False
         loopback = _loopback(host)
         return host in hosts or bool(loopback) or (loopback is False and self._addresses)
-
-
-_SENDERS = (b"host", b"origin")
 
 
 def _loopback(host: str) -> bool | None:

@@ -84,14 +84,12 @@ async def run(name: str, body: RecallRun, http: Request) -> Json:
     steps of other requests between its chunks and tokens. One run proceeds at a time."""
     service = service_of(http)
     found, how = _again(service, name, body)
+    steps = await _begun(service, body, replay(service.batch, found, *how))
 
     async def last() -> Run:
-        return [ran async for ran in _steps(service, replay(service.batch, found, *how), client_of(http))][-1]
+        return [ran async for ran in _steps(service, steps, client_of(http))][-1]
 
-    try:
-        ran = await while_connected(http, last())
-    except ConfigError as error:
-        raise refused(body, error, "method") from None
+    ran = await while_connected(http, last())
     text, answer = before_question(found.prompt), found.answer
     return await asyncio.to_thread(replay_data, ran, service.tokenizer, len(found.prompt) + len(answer), text, answer)
 
@@ -102,11 +100,7 @@ async def answer(name: str, body: RecallRun, http: Request) -> StreamingResponse
     tokens come between the steps of other requests."""
     service = service_of(http)
     found, how = _again(service, name, body)
-    steps = second_answer(service.batch, service.tokenizer, found, *how)
-    try:
-        await service.worker.call(lambda: next(steps))
-    except ConfigError as error:
-        raise refused(body, error, "method") from None
+    steps = await _begun(service, body, second_answer(service.batch, service.tokenizer, found, *how))
 
     async def sent() -> AsyncIterator[bytes]:
         try:
@@ -128,6 +122,15 @@ def _again(service: Service, name: str, body: RecallRun) -> tuple[Recall, tuple[
         raise ApiError(400, "method: a model that is split compares no methods", param="method")
     variant = Variant(body.method or batch.cache.settings.method.name, body.budget, body.retrieved)
     return found, (variant, service.worker.scheduler.step_tokens)
+
+
+async def _begun(service: Service, body: RecallRun, steps: Generator[Step]) -> Generator[Step]:
+    """Take the first step, which makes the cache. Raises ApiError for settings that no cache takes."""
+    try:
+        await service.worker.call(lambda: next(steps))
+    except ConfigError as error:
+        raise refused(body, error, "method") from None
+    return steps
 
 
 async def _steps(service: Service, steps: Generator[Step], client: str) -> AsyncIterator[Step]:

@@ -9,10 +9,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kvthaw.cache.host_memory import release_freed_memory
 from kvthaw.engine.lockstep import Cancel, Change, Lockstep
@@ -130,22 +131,17 @@ class Worker:
 
         changes: changes that other processes make at the same time.
         """
-        told: asyncio.Future[Result] = self._loop.create_future()
+        told: Future[Result] = Future()
+        told.set_running_or_notify_cancel()  # the work is done though its caller is cancelled
 
         def run() -> None:
             try:
-                result = work()
+                told.set_result(work())
             except Exception as error:
-                self._loop.call_soon_threadsafe(end, told.set_exception, error)
-            else:
-                self._loop.call_soon_threadsafe(end, told.set_result, result)
-
-        def end(tell: Callable[[Any], None], what: Any) -> None:
-            if not told.cancelled():
-                tell(what)
+                told.set_exception(error)
 
         self._inbox.put(_Task(run, changes))
-        return await told
+        return await asyncio.wrap_future(told)
 
     def tell(self, change: Change) -> None:
         """Send a change to the other processes of a split model, from any thread."""
