@@ -123,7 +123,7 @@ def test_messages_that_are_kept_in_part_are_completed(loaded: tuple[PreTrainedMo
     _, tokenizer = loaded
     turns = Turns(tokenizer, DATED)
 
-    def read(text: str, **_: Any) -> list[int]:
+    def read(text: str, *_: Any) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     before = [Message(role="user", content="Who?"), Message(role="assistant", content="The king.")]

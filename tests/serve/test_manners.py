@@ -301,24 +301,35 @@ def answers(url: str) -> bool:
         return False
 
 
-def test_what_was_frozen_is_collected_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def stand_in(run: Any, signalled: int = signal.SIGTERM, ends: float = float("inf")) -> Any:
+    """A server whose worker does not fail."""
+    return SimpleNamespace(worker=SimpleNamespace(failure=None), run=run, signal=signalled, ends=ends)
+
+
+def test_what_was_frozen_is_collected_at_the_end() -> None:
     """Else extension modules print at the end of the process what they take for leaks (triton's, which xgrammar loads)."""
     frozen: list[int] = []
-    ran = SimpleNamespace(run=lambda _: frozen.append(gc.get_freeze_count()), signal=signal.SIGTERM, ends=float("inf"))
-    monkeypatch.setattr("kvthaw.serve.server.Server", lambda *_, **__: ran)
-    service: Any = SimpleNamespace(worker=SimpleNamespace(failure=None))
+    ran: Any = SimpleNamespace(
+        worker=SimpleNamespace(failure=None),
+        run=lambda _: frozen.append(gc.get_freeze_count()),
+        signal=signal.SIGTERM,
+        ends=float("inf"),
+    )
     with socket.socket() as listener:
-        run(service, listener, grace=0.0)
+        run(ran, listener)
     assert frozen[0] > gc.get_freeze_count() == 0
 
 
-def test_threads_let_a_step_go_on_soon_while_a_server_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_let_a_step_go_on_soon_while_a_server_runs() -> None:
     seen, before = list[float](), sys.getswitchinterval()
-    ran = SimpleNamespace(run=lambda _: seen.append(sys.getswitchinterval()), signal=signal.SIGTERM, ends=float("inf"))
-    monkeypatch.setattr("kvthaw.serve.server.Server", lambda *_, **__: ran)
-    service: Any = SimpleNamespace(worker=SimpleNamespace(failure=None))
+    ran: Any = SimpleNamespace(
+        worker=SimpleNamespace(failure=None),
+        run=lambda _: seen.append(sys.getswitchinterval()),
+        signal=signal.SIGTERM,
+        ends=float("inf"),
+    )
     with socket.socket() as listener:
-        run(service, listener, grace=0.0)
+        run(ran, listener)
     assert seen[0] < before / 5
     assert sys.getswitchinterval() == before
 
@@ -331,14 +342,14 @@ def test_a_process_ends_though_a_thread_of_it_does_not(monkeypatch: pytest.Monke
         codes.append(given)
         ended.set()
 
-    ran = SimpleNamespace(run=lambda _: ended.wait(10), signal=sent, ends=time.monotonic())
-    monkeypatch.setattr("kvthaw.serve.server.Server", lambda *_, **__: ran)
+    ran: Any = SimpleNamespace(
+        worker=SimpleNamespace(failure=None), run=lambda _: ended.wait(10), signal=sent, ends=time.monotonic()
+    )
     monkeypatch.setattr("kvthaw.serve.server.LATE", 0.0)
     monkeypatch.setattr("kvthaw.serve.server.os", SimpleNamespace(_exit=end))
     monkeypatch.setattr("kvthaw.serve.server.logging", SimpleNamespace(shutdown=lambda: None))
-    service: Any = SimpleNamespace(worker=SimpleNamespace(failure=None))
     with socket.socket() as listener, suppress(KeyboardInterrupt):
-        run(service, listener, grace=0.0)
+        run(ran, listener)
     assert codes[0] == code
 
 

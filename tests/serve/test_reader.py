@@ -37,12 +37,12 @@ WORDS = models.WordPiece({"[UNK]": 0, "a": 1, "##a": 2, "b": 3}, unk_token="[UNK
     ],
 )
 def test_what_has_few_tokens_is_read_however_long_it_is(text: str, tokens: list[int]) -> None:
-    assert Reader(tokenizer(WORDS), LIMIT).tokens(text, "prompt") == tokens
+    assert Reader(tokenizer(WORDS), LIMIT).tokens(text, param="prompt") == tokens
 
 
 def test_characters_that_a_tokenizer_leaves_out_count_for_nothing() -> None:
     reader = Reader(tokenizer(models.BPE({"a": 0, "b": 1}, []), strip=True), LIMIT)
-    assert reader.tokens("~" * 5 * SHORT + "zab" + "z" * 3 * SHORT, "prompt") == [0, 1]
+    assert reader.tokens("~" * 5 * SHORT + "zab" + "z" * 3 * SHORT, param="prompt") == [0, 1]
 
 
 @pytest.mark.parametrize("text", ["b " * 2_000_000, "a" * 90 + " b" * 2_000_000, " " * SHORT + "b " * 2_000_000])
@@ -51,7 +51,7 @@ def test_what_has_too_many_is_refused_at_its_beginning(monkeypatch: pytest.Monke
     encode = Reader._encode
     monkeypatch.setattr(Reader, "_encode", lambda self, text, special: seen.append(len(text)) or encode(self, text, special))
     with pytest.raises(ApiError, match="the context length of this server is 100 tokens") as raised:
-        Reader(tokenizer(WORDS), LIMIT).tokens(text, "input")
+        Reader(tokenizer(WORDS), LIMIT).tokens(text, param="input")
     assert (raised.value.code, raised.value.param) == ("context_length_exceeded", "input")
     assert sum(seen) <= 2 * SHORT
 
@@ -64,5 +64,5 @@ def test_refusing_a_text_takes_about_the_time_of_the_limit(monkeypatch: pytest.M
     for text in ("b " * 300_000, "b " * 30_000):
         seen.clear()
         with pytest.raises(ApiError, match="the context length of this server is 2048 tokens"):
-            Reader(tokenizer(WORDS), 2048).tokens(text, "prompt")
+            Reader(tokenizer(WORDS), 2048).tokens(text, param="prompt")
         assert sum(seen) <= 2 * 8 * 2048

@@ -126,7 +126,7 @@ def serve(
     with _ends_on_sigterm(), _listen(host, port) as listener:  # a taken address costs no loading either
         from kvthaw.engine.processes import spawned
         from kvthaw.serve.build import build, follow
-        from kvthaw.serve.server import run
+        from kvthaw.serve.server import Server, run
 
         with spawned(tp, follow, model, method, how):
             service = build(model, method, progress=waiting, **how)
@@ -134,7 +134,7 @@ def serve(
             for line in _told(service, method):
                 say(line)
             _log_to_stderr(log_level)
-            run(service, listener, grace=grace, api_keys=keys, hosts=(host, *(allowed_host or ())))
+            run(Server(service, grace=grace, api_keys=keys, hosts=(host, *(allowed_host or ()))), listener)
             service.batch.cache.replay = None  # captured steps hold the group's collectives
 
 

@@ -48,7 +48,6 @@ class Documents:
         self.coming: dict[Key, tuple[Job, ApiError | None]] = {}
         self.writing: set[Key] = set()
         self._locks: WeakValueDictionary[Key, asyncio.Lock] = WeakValueDictionary()  # one reads, writes or deletes at a time
-        self._ends: set[asyncio.Task[None]] = set()  # of coming jobs
         if library is not None:
             library.restore(_about)
 
@@ -79,9 +78,7 @@ class Documents:
         """List a job as coming until its prompt is `kept`."""
         self.coming.pop(key, None)
         self.coming[key] = job, None
-        task = asyncio.create_task(self._end(key, job, kept))
-        self._ends.add(task)
-        task.add_done_callback(self._ends.discard)
+        self._background(self._end(key, job, kept))
 
     def cancel(self, key: Key) -> None:
         """Cancel the job that would keep a prompt, if there is one."""

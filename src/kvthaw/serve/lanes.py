@@ -138,7 +138,7 @@ class Reader:
         lane = self._short if size <= SHORT else self._long
         return await lane.run(work, client)
 
-    def tokens(self, text: str, param: str, *, special: bool = False, behind: Sequence[int] = ()) -> list[int]:
+    def tokens(self, text: str, behind: Sequence[int] = (), *, param: str, special: bool = False) -> list[int]:
         """Return the tokens of a text.
 
         behind: tokens that precede the text, see `tokens_after`.

@@ -30,7 +30,10 @@ LATE = 10.0
 
 
 class Server(uvicorn.Server):
-    """Serves until a signal, and for at most `grace` seconds more: then requests end with "abort". A second signal ends them."""
+    """Serves until a signal, and for at most `grace` seconds more: then requests end with "abort". A second signal ends them.
+
+    api_keys, hosts: see `Guard`.
+    """
 
     def __init__(
         self, service: Service, *, grace: float, api_keys: Sequence[str] = (), hosts: Collection[str] | None = None
@@ -42,42 +45,32 @@ class Server(uvicorn.Server):
         super().__init__(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5, **how))
         self.signal: int | None = None
         self.ends = float("inf")
-        self._service, self._worker, self._grace = service, service.worker, grace
+        self._service, self.worker, self._grace = service, service.worker, grace
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Accept no more requests; signals call this."""
         self.ends = time.monotonic() + (self._grace if self.signal is None else 0)
-        self.signal, self._worker.draining = sig, True
+        self.signal, self.worker.draining = sig, True
 
     async def on_tick(self, counter: int) -> bool:
         """Exit if the worker failed. While draining, exit once all prompts are saved, or after the grace period."""
-        if self._worker.draining and not self._service.ending.is_set():
+        if self.worker.draining and not self._service.ending.is_set():
             self._service.ending.set()
             if self._service.busy and self._grace:
                 _log.info("waiting up to %g s for requests that run; a second signal ends them", self._grace)
-        if self._worker.failure is not None or (
-            self._worker.draining and (not self._service.busy or time.monotonic() > self.ends)
+        if self.worker.failure is not None or (
+            self.worker.draining and (not self._service.busy or time.monotonic() > self.ends)
         ):
-            self._worker.abort()
+            self.worker.abort()
             self.should_exit = True
         return await super().on_tick(counter)
 
 
-def run(
-    service: Service,
-    listener: socket.socket,
-    *,
-    grace: float,
-    api_keys: Sequence[str] = (),
-    hosts: Collection[str] | None = None,
-) -> None:
+def run(server: Server, listener: socket.socket) -> None:
     """Serve until SIGTERM or Ctrl-C, as the last action of the process, which then ends even if a thread does not.
-
-    api_keys, hosts: see `Guard`.
 
     Raises KeyboardInterrupt after Ctrl-C, and KvthawError if the model has failed.
     """
-    server = Server(service, grace=grace, api_keys=api_keys, hosts=hosts)
     ended, interval = threading.Event(), sys.getswitchinterval()
     threading.Thread(target=_end, args=(server, ended), daemon=True).start()
     sys.setswitchinterval(SWITCH)
@@ -87,8 +80,8 @@ def run(
     finally:
         sys.setswitchinterval(interval)
         ended.set()
-    if service.worker.failure is not None:
-        raise KvthawError(f"the model failed: {service.worker.failure}")
+    if server.worker.failure is not None:
+        raise KvthawError(f"the model failed: {server.worker.failure}")
     if server.signal == signal.SIGINT:
         raise KeyboardInterrupt
 

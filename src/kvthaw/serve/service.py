@@ -130,7 +130,7 @@ class Service:
 
         Raises ApiError, with param, for a text with far too many tokens.
         """
-        read = partial(self._reader.tokens, text, param, special=special, behind=behind)
+        read = partial(self._reader.tokens, text, behind, param=param, special=special)
         return await self._reader.run(read, len(text), client)
 
     async def encode_document(self, text: str, client: str) -> list[int]:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from kvthaw.engine.chat_template import Draw, dates_of, dates_said, following, has_template, opening, render, template_of
 from kvthaw.engine.text import decode, encode
 from kvthaw.engine.tool_calls import ToolFormat, tool_format
 from kvthaw.serve.schema import Message
 
-
-class Read(Protocol):
-    """Return the tokens of a rendered template.
-
-    behind: tokens that precede the text.
-    """
-
-    def __call__(self, text: str, *, behind: Sequence[int] = ()) -> list[int]: ...
+Read = Callable[[str, Sequence[int]], list[int]]
+"""Returns the tokens of a rendered template, behind the tokens that precede it."""
 
 
 class Turns:
@@ -46,7 +40,7 @@ class Turns:
 
     def encode(self, read: Read, messages: Sequence[Message], *, answer: bool = True) -> list[int]:
         """Return the tokens of a conversation, with answer up to where the answer begins."""
-        return read(self._render(messages, answer=answer))
+        return read(self._render(messages, answer=answer), ())
 
     def opened(self, text: str) -> str:
         """Return the beginning of a conversation about a document, up to the document's end. The first question follows."""
@@ -63,7 +57,7 @@ class Turns:
     def after_messages(self, read: Read, kept: Sequence[int], before: Sequence[Message], new: Sequence[Message]) -> list[int]:
         """Return the tokens of kept messages and of new ones. Kept tokens stay unchanged, even if the date has changed."""
         both = [*before, *new]
-        ids = read(self._render(both))
+        ids = read(self._render(both), ())
         return ids if ids[: len(kept)] == list(kept) else self._after(read, kept, both, decode(self._tokenizer, kept)) or ids
 
     def after_document(self, read: Read, kept: Sequence[int], about: Any, new: Sequence[Message]) -> list[int]:
@@ -84,13 +78,13 @@ class Turns:
         asked = new[first].plain()["content"] if first < len(new) else ""
         opened = Message(role="user", content=document + following(document, asked))
         whole = [*new[:first], opened, *new[first + 1 :]]
-        return self._after(read, kept, whole, text) or read(self._render(whole))
+        return self._after(read, kept, whole, text) or read(self._render(whole), ())
 
     def _after(self, read: Read, kept: Sequence[int], messages: Sequence[Message], text: str) -> list[int] | None:
         """Return kept tokens and the tokens after them in a conversation; None if it does not begin with their text."""
         dates = self._dates(text, _leading(messages))
         whole = "" if dates is None else self._render(messages, dates)
-        return [*kept, *read(whole[len(text) :], behind=kept)] if len(whole) > len(text) and whole.startswith(text) else None
+        return [*kept, *read(whole[len(text) :], kept)] if len(whole) > len(text) and whole.startswith(text) else None
 
     def _dates(self, text: str, leading: Sequence[Message] = ()) -> dict[str, str] | None:
         """Return the dates in a text; None if it does not begin like a conversation."""
