@@ -10,8 +10,7 @@ import typer
 
 from kvthaw.cli import options
 from kvthaw.cli.common import print_wide, tell_outdated, warned, write_whole
-from kvthaw.cli.groups import ChatOptions, ModelOptions, flat
-from kvthaw.cli.options import budget_of, listed, many_dense, names_of, tokens_of, words
+from kvthaw.cli.options import ChatOptions, ModelOptions, budget_of, flat, listed, many_dense, names_of, tokens_of, words
 from kvthaw.cli.progress import bars, say, waiting, watched
 from kvthaw.method_names import unknown_method
 from lab.cli import options as own

@@ -13,8 +13,7 @@ import typer
 
 from kvthaw.cli import options
 from kvthaw.cli.common import stdout, warned
-from kvthaw.cli.groups import ModelOptions
-from kvthaw.cli.options import budget_of, single
+from kvthaw.cli.options import ModelOptions, budget_of, single
 from kvthaw.cli.progress import Reading, waiting
 from kvthaw.errors import ConfigError
 from kvthaw.formatting import human, number, seconds, share

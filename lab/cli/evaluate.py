@@ -11,8 +11,7 @@ from typer.core import TyperGroup
 
 from kvthaw.cli import options
 from kvthaw.cli.common import print_results, tell_outdated, warned
-from kvthaw.cli.groups import ChatOptions, ModelOptions, VariantOptions, flat
-from kvthaw.cli.options import listed, tokens_of, words
+from kvthaw.cli.options import ChatOptions, ModelOptions, VariantOptions, flat, listed, tokens_of, words
 from kvthaw.cli.progress import bars, shown
 from kvthaw.errors import ConfigError
 from lab.cli import options as own

@@ -10,8 +10,7 @@ import typer
 
 from kvthaw.cli import options
 from kvthaw.cli.common import print_results, tell_outdated, warned
-from kvthaw.cli.groups import ModelOptions, VariantOptions, flat
-from kvthaw.cli.options import listed, tokens_of, words
+from kvthaw.cli.options import ModelOptions, VariantOptions, flat, listed, tokens_of, words
 from kvthaw.cli.progress import bars, shown
 from lab.cli import options as own
 from lab.cli.options import ended_as_shard, save_plot, shard_of

@@ -10,7 +10,7 @@ import typer
 
 from kvthaw.cli import options
 from kvthaw.cli.common import print_results, tell_outdated, warned
-from kvthaw.cli.groups import ModelOptions, SystemOptions, VariantOptions, flat
+from kvthaw.cli.options import ModelOptions, SystemOptions, VariantOptions, flat
 from kvthaw.cli.progress import bars, shown
 from lab.cli import options as own
 from lab.cli.options import ended_as_shard, questions_of, save_plot, shard_of

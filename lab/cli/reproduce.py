@@ -10,8 +10,7 @@ import typer
 
 from kvthaw.cli import options
 from kvthaw.cli.common import print_results, tell_outdated, warned
-from kvthaw.cli.groups import ModelOptions
-from kvthaw.cli.options import host_bytes_of, words
+from kvthaw.cli.options import ModelOptions, host_bytes_of, words
 from kvthaw.cli.progress import bars, say
 from lab.cli import options as own
 from lab.cli.options import save_plot

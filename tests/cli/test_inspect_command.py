@@ -64,7 +64,7 @@ def test_a_page_may_go_to_a_device_or_a_link(tmp_path: Path) -> None:
 
 
 def test_a_page_that_cannot_be_written_costs_no_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("kvthaw.cli.groups.ModelOptions.load")
+    monkeypatch.delattr("kvthaw.cli.options.ModelOptions.load")
     (tmp_path / "book.txt").write_text("text")
     given = ["--file", str(tmp_path / "book.txt"), "--question", "Who?"]
     refused(Said("inspect", *given, "-o", str(tmp_path / "nowhere" / "page.html")), 1, "nowhere")

@@ -10,8 +10,7 @@ import typer
 
 from kvthaw.cli import options
 from kvthaw.cli.common import print_results, prompt_text, tell_outdated, warned
-from kvthaw.cli.groups import ChatOptions, ModelOptions, VariantOptions, file_option, flat, option
-from kvthaw.cli.options import listed, tokens_of
+from kvthaw.cli.options import ChatOptions, ModelOptions, VariantOptions, file_option, flat, listed, option, tokens_of
 from kvthaw.cli.progress import bars, shown
 from kvthaw.formatting import counted
 

@@ -10,8 +10,19 @@ import typer
 
 from kvthaw.cli import options
 from kvthaw.cli.common import print_wide, stdout
-from kvthaw.cli.groups import ModelOptions, file_option, flat, option
-from kvthaw.cli.options import dense_of, host_bytes_of, listed, names_of, one_budget, tokens_of, words
+from kvthaw.cli.options import (
+    ModelOptions,
+    dense_of,
+    file_option,
+    flat,
+    host_bytes_of,
+    listed,
+    names_of,
+    one_budget,
+    option,
+    tokens_of,
+    words,
+)
 from kvthaw.cli.progress import bars, stderr, watched
 
 EXAMPLES = (

@@ -23,8 +23,7 @@ from kvthaw.cli.common import (
     warned,
     write_whole,
 )
-from kvthaw.cli.groups import CacheOptions, ModelOptions, SamplingOptions, SystemOptions, file_option, flat, option
-from kvthaw.cli.options import DIGEST
+from kvthaw.cli.options import DIGEST, CacheOptions, ModelOptions, SamplingOptions, SystemOptions, file_option, flat, option
 from kvthaw.cli.progress import Reading, say, waiting
 from kvthaw.errors import ConfigError, hint
 from kvthaw.formatting import counted, human

@@ -13,7 +13,7 @@ import typer
 
 from kvthaw.cli import options
 from kvthaw.cli.common import as_its_makers, attended, cut_to, details, prompt_text, tell_template, took, warned
-from kvthaw.cli.groups import CacheOptions, ChatOptions, ModelOptions, SamplingOptions, file_option, flat, option
+from kvthaw.cli.options import CacheOptions, ChatOptions, ModelOptions, SamplingOptions, file_option, flat, option
 from kvthaw.cli.progress import Reading, say, waiting
 from kvthaw.errors import ConfigError
 from kvthaw.formatting import seconds

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvthaw.cli import options
 from kvthaw.cli.common import as_its_makers, prompt_text, tell_template, write_whole
-from kvthaw.cli.groups import ChatOptions, ModelOptions, VariantOptions, file_option, flat, option
+from kvthaw.cli.options import ChatOptions, ModelOptions, VariantOptions, file_option, flat, option
 from kvthaw.cli.progress import bars, say
 from kvthaw.errors import ConfigError
 from kvthaw.formatting import human

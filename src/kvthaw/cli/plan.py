@@ -12,8 +12,7 @@ from kvthaw.bench.gpus import GPUS, Machine, find_gpu, known_gpu
 from kvthaw.bench.shapes import SHAPES, TRAINED
 from kvthaw.cli import options
 from kvthaw.cli.common import print_wide, stdout
-from kvthaw.cli.groups import CacheOptions, flat, option
-from kvthaw.cli.options import names_of, single, tokens_of
+from kvthaw.cli.options import CacheOptions, flat, names_of, option, single, tokens_of
 from kvthaw.cli.progress import waiting
 from kvthaw.errors import ConfigError, unknown
 from kvthaw.formatting import counted, human, read_bytes

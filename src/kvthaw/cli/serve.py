@@ -16,7 +16,7 @@ import typer
 
 from kvthaw.cli import options
 from kvthaw.cli.common import needs, prompt_text
-from kvthaw.cli.groups import CacheOptions, file_option, flat, option
+from kvthaw.cli.options import CacheOptions, file_option, flat, option
 from kvthaw.cli.progress import say, waiting
 from kvthaw.errors import ConfigError
 from kvthaw.formatting import counted

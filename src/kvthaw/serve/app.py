@@ -20,7 +20,6 @@ from kvthaw.methods import METHODS
 from kvthaw.serve import contexts, page
 from kvthaw.serve.answers import Answer, ChatAnswer, CompletionAnswer, Json, ResponseAnswer, scores_in, written
 from kvthaw.serve.bodies import BodyRoute, LargeBodies, invalid
-from kvthaw.serve.clients import attended, client_of, service_of, while_connected
 from kvthaw.serve.errors import ERRORS, ApiError, as_api_error
 from kvthaw.serve.guard import Guard
 from kvthaw.serve.jobs import Job
@@ -33,7 +32,7 @@ from kvthaw.serve.schema import (
     Sampled,
     TokenizeRequest,
 )
-from kvthaw.serve.service import Service, refused
+from kvthaw.serve.service import Service, attended, client_of, refused, service_of, while_connected
 from kvthaw.version import __version__
 
 Asked = TypeVar("Asked", bound=Sampled)

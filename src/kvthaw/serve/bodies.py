@@ -16,10 +16,10 @@ from starlette.requests import ClientDisconnect
 
 from kvthaw.cache.device_memory import uncollected
 from kvthaw.errors import hint
-from kvthaw.serve.clients import client_of
 from kvthaw.serve.errors import ApiError, busy, client_left
 from kvthaw.serve.fields import Body, names_at, names_within
 from kvthaw.serve.lanes import FullError, Share
+from kvthaw.serve.service import client_of
 
 SMALL = 64 << 10
 """Bytes of a body that is read at once."""

@@ -13,12 +13,11 @@ from kvthaw.engine.request import hidden_salt
 from kvthaw.errors import ConfigError
 from kvthaw.serve.answers import Json
 from kvthaw.serve.bodies import BodyRoute
-from kvthaw.serve.clients import attended, client_of, service_of
 from kvthaw.serve.errors import ApiError, as_api_error, shutting_down
 from kvthaw.serve.fields import Name
 from kvthaw.serve.jobs import Job
 from kvthaw.serve.schema import ContextRequest
-from kvthaw.serve.service import Service, refused
+from kvthaw.serve.service import Service, attended, client_of, refused, service_of
 from kvthaw.serve.turns import about_document
 
 router = APIRouter(prefix="/v1/contexts", route_class=BodyRoute)

@@ -12,8 +12,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvthaw.serve import page
-from kvthaw.serve.clients import CLIENT
 from kvthaw.serve.errors import ApiError
+from kvthaw.serve.service import CLIENT
 
 MOST_BYTES = 16 << 20
 """Bytes of a body."""

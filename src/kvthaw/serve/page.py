@@ -28,11 +28,10 @@ from kvthaw.inspect.run import Run, record
 from kvthaw.methods import METHODS, resolve
 from kvthaw.serve.answers import Json
 from kvthaw.serve.bodies import BodyRoute
-from kvthaw.serve.clients import client_of, service_of, while_connected
 from kvthaw.serve.errors import ApiError, as_api_error, busy
 from kvthaw.serve.lanes import FullError
 from kvthaw.serve.schema import RecallRun
-from kvthaw.serve.service import MOST_RUNS, Service, refused
+from kvthaw.serve.service import MOST_RUNS, Service, client_of, refused, service_of, while_connected
 from kvthaw.serve.watcher import MOST_TOKENS, Recall
 
 Step = TypeVar("Step")

@@ -1,4 +1,4 @@
-"""The service behind the routes: a model, its tokenizer and chat template, the worker, and the limits of a request."""
+"""The service behind the routes: a model, its tokenizer and chat template, the worker, the limits of a request; and its clients."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from fastapi import Request
+from starlette.types import Receive
 
 from kvthaw.engine.batch import Batch
 from kvthaw.engine.grammar import Grammar
@@ -25,7 +28,7 @@ from kvthaw.engine.tool_calls import CallReader, ToolFormat
 from kvthaw.errors import ConfigError, TooLongError
 from kvthaw.serve.compilers import Compilers
 from kvthaw.serve.documents import Documents
-from kvthaw.serve.errors import ApiError, busy, shutting_down, too_long
+from kvthaw.serve.errors import ApiError, busy, client_left, shutting_down, too_long
 from kvthaw.serve.fields import Body
 from kvthaw.serve.jobs import Job
 from kvthaw.serve.lanes import Reader, Share
@@ -264,3 +267,57 @@ def refused(body: Body, error: ConfigError, param: str) -> ApiError:
         return too_long(error, param)
     words = [param if word == "prompt" else word for word in re.findall(r"\w+", str(error))]
     return ApiError(400, str(error), param=next((word for word in words if word in type(body).model_fields), None))
+
+
+CLIENT = "kvthaw.client"
+"""Name of a scope's entry for the request's API key, where the server has several."""
+
+
+def service_of(http: Request) -> Service:
+    """Return the service that a request is for."""
+    service: Service = http.app.state.service
+    return service
+
+
+@asynccontextmanager
+async def attended(http: Request, job: Job) -> AsyncIterator[None]:
+    """Cancel the job as soon as the client disconnects or the block ends. Its named prompt is saved in any case."""
+    service = service_of(http)
+
+    async def watch() -> None:
+        await _gone(http.receive)
+        service.worker.cancel(job)
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        service.worker.cancel(job)
+        service.documents.save(job)
+
+
+def client_of(http: Request) -> str:
+    """Return the identity by which clients take turns: the API key if the server has several, else the address."""
+    key: str | None = http.scope.get(CLIENT)
+    return key or ("" if http.client is None else http.client.host)
+
+
+async def while_connected(http: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Return what work returns. Cancels it, and raises ApiError, as soon as the client disconnects or the server is to end."""
+    worked = asyncio.create_task(work)
+    others = asyncio.create_task(_gone(http.receive)), asyncio.create_task(service_of(http).ending.wait())
+    try:
+        await asyncio.wait({worked, *others}, return_when=asyncio.FIRST_COMPLETED)
+        if worked.done():
+            return worked.result()
+        raise shutting_down() if others[1].done() else client_left()
+    finally:
+        for task in (worked, *others):
+            task.cancel()
+
+
+async def _gone(receive: Receive) -> None:
+    """Wait until the client disconnects."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
