@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,8 +10,9 @@ import pytest
 
 import bytemodel
 from kvthaw import Batch, Sampling, Scheduler
-from kvthaw.engine.grammar import OBJECT, ComingGrammars, Grammar, Grammars, Source
+from kvthaw.engine.grammar import ComingGrammars, Grammar, Grammars, Source
 from kvthaw.engine.lockstep import Change, Compile, Lockstep, Submit, read, write
+from kvthaw.engine.tool_calls import ANY_OBJECT
 
 pytest.importorskip("xgrammar", reason="needs pip install 'kvthaw[serve]'")
 
@@ -32,7 +32,8 @@ def test_no_step_waits_for_a_grammar(loaded: tuple[Any, Any], monkeypatch: pytes
     model, tokenizer = loaded
     batch = Batch(model, "full", max_seqs=2, capacity=bytemodel.POSITIONS)
     other = batch.request(tokenizer("Hi")["input_ids"], max_new_tokens=60, stop=())
-    grammar = Grammars(tokenizer, batch.vocabulary).compile(OBJECT)
+    grammars = Grammars(tokenizer, batch.vocabulary)
+    grammar = grammars.compile(grammars.read(ANY_OBJECT)[0])
     guided = batch.request(tokenizer("Hi")["input_ids"], sampling=Sampling(grammar=grammar), max_new_tokens=6)
     compile, goes_on, waited = Grammars.compile, threading.Event(), list[int]()
 
@@ -48,7 +49,7 @@ def test_no_step_waits_for_a_grammar(loaded: tuple[Any, Any], monkeypatch: pytes
 
     def told() -> Iterator[Sequence[Change] | None]:
         yield [Submit.of(0, other, 0)]
-        yield [Compile(OBJECT)]
+        yield [Compile(grammar.source)]
         for _ in range(5):
             yield []
         waited.append(len(given[0].tokens))
@@ -65,10 +66,11 @@ def test_no_step_waits_for_a_grammar(loaded: tuple[Any, Any], monkeypatch: pytes
 
 
 def test_a_grammar_is_compiled_once_and_one_that_nobody_announced_is_there_too(loaded: tuple[Any, Any]) -> None:
-    coming = ComingGrammars(lambda: Grammars(loaded[1], len(loaded[1])))
-    other = json.dumps({"type": "array", "items": {"type": "integer"}}), "strict"
-    coming.begin(OBJECT)
-    coming.begin(OBJECT)
-    assert coming.get(OBJECT) is coming.get(OBJECT)
+    grammars = Grammars(loaded[1], len(loaded[1]))
+    one, other = (grammars.read(schema)[0] for schema in (ANY_OBJECT, {"type": "array", "items": {"type": "integer"}}))
+    coming = ComingGrammars(lambda: grammars)
+    coming.begin(one)
+    coming.begin(one)
+    assert coming.get(one) is coming.get(one)
     assert coming.get(other).source == other
-    assert coming.get(OBJECT).source == OBJECT
+    assert coming.get(one).source == one

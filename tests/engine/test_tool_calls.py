@@ -7,8 +7,11 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
 import tokenizers_of
+from kvthaw.engine.request import Request, RequestSpec
+from kvthaw.engine.sampling import Sampling
 from kvthaw.engine.text import Detokenizer
 from kvthaw.engine.tool_calls import ANY_OBJECT, SPECIAL, CallReader, CallRules, ToolFormat, tool_format
 
@@ -86,4 +89,10 @@ def test_markup_of_special_tokens_is_shown_and_forced() -> None:
     matcher.fill(bits)
     assert bits[0, mark // 32] >> mark % 32 & 1
     assert all(map(matcher.accept, [*ids, end]))
-    assert not grammars.compile(grammar.OBJECT).matcher([end]).accept(mark), "JSON has no markup"
+
+    source, _ = grammars.read({"type": "string"})
+    how = Sampling(grammar=grammars.compile(source))
+    request = Request(RequestSpec(torch.tensor([end]), 20, frozenset([end]), how, tokenizer=tokenizer))
+    for at, token in enumerate(tokenizer('"[ARGS]"')["input_ids"]):
+        assert request.take(token, None, at)
+    assert request.text == '"[ARGS]"', "the text of JSON has all that the grammar saw"

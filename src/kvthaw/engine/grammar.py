@@ -6,26 +6,25 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvthaw.engine.json_schema import check_schema
+from kvthaw.engine.json_schema import check_schema, plain_patterns
 from kvthaw.engine.text import special_tokens
 from kvthaw.engine.tool_calls import SPECIAL, CallRules, ToolFormat
 from kvthaw.errors import ConfigError
 
-Source = tuple[str, Literal["open", "strict", "calls"]]
-"""A JSON schema as text, and whether objects may have members that it does not name; or text and calls, see
-`ToolFormat.grammar`."""
-OBJECT: Source = (json.dumps({"type": "object"}), "open")
-"""Any JSON object."""
+Source = str
+"""A grammar as text: a structural tag of xgrammar, in JSON."""
+_COUNTED, _WITHOUT_CONTROLS = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\]"
+"""A character of a counted string as xgrammar writes it, and as JSON allows it."""
 _THREADS = 3
 _CACHED_BYTES = 64 << 20  # limit for compiled grammars
 MOST_TRIES = 150_000_000
@@ -79,31 +78,6 @@ class Grammar:
         return Matcher(matcher, self.vocabulary, self._empty - set(stops))
 
 
-class _Compiler:
-    """Compiles grammars over tokens with these texts; b"" for tokens without any."""
-
-    def __init__(self, texts: Sequence[bytes]) -> None:
-        import xgrammar
-
-        info = xgrammar.TokenizerInfo(texts, vocab_size=len(texts), stop_token_ids=[0])
-        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=_CACHED_BYTES)
-        self._convert = xgrammar.Grammar.from_json_schema
-        self._vocabulary, self._empty = len(texts), frozenset(token for token, text in enumerate(texts) if not text)
-
-    def written(self, schema: Any, *, strict: bool) -> str:
-        """Return the grammar of a schema as text."""
-        return str(self._convert(json.dumps(schema), any_whitespace=False, strict_mode=strict))
-
-    def compile(self, source: Source) -> Grammar:
-        """Return a compiled grammar."""
-        text, kind = source
-        if kind == "calls":
-            compiled = self._compiler.compile_structural_tag({"type": "structural_tag", "format": json.loads(text)})
-        else:
-            compiled = self._compiler.compile_json_schema(text, any_whitespace=False, strict_mode=kind == "strict")
-        return Grammar(compiled, self._vocabulary, source, self._empty)
-
-
 class Grammars:
     """Compile grammars for a transformers tokenizer and a model of `vocabulary` tokens, and cache the latest.
 
@@ -116,14 +90,14 @@ class Grammars:
         except ImportError:
             raise ConfigError("JSON output needs xgrammar, which is not installed: pip install 'kvthaw[serve]'") from None
         known = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocabulary, stop_token_ids=[0])
-        named = special_tokens(tokenizer, SPECIAL)  # which the text of calls shows
-        hidden = set(tokenizer.all_special_ids) - named.keys()  # decoding the output leaves them out
-        calls = [b"" if token in hidden else text for token, text in enumerate(known.decoded_vocab)]
-        texts = [  # JSON allows control characters only escaped
-            b"" if token in named or any(byte < 32 for byte in text) else text for token, text in enumerate(calls)
-        ]
-        self._vocabulary = vocabulary
-        self._json, self._calls = _Compiler(texts), _Compiler(calls)
+        hidden = (
+            set(tokenizer.all_special_ids) - special_tokens(tokenizer, SPECIAL).keys()
+        )  # decoding the output leaves them out
+        texts = [b"" if token in hidden else text for token, text in enumerate(known.decoded_vocab)]
+        info = xgrammar.TokenizerInfo(texts, vocab_size=vocabulary, stop_token_ids=[0])
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=_CACHED_BYTES)
+        self._convert = xgrammar.Grammar.from_json_schema
+        self._vocabulary, self._empty = vocabulary, frozenset(token for token, text in enumerate(texts) if not text)
         self._lock = threading.Lock()
         self._kept: OrderedDict[Source, Grammar] = OrderedDict()  # the most recently used last
 
@@ -131,16 +105,11 @@ class Grammars:
         """Return the source of a schema's grammar, and how often compiling it tries a token.
 
         Raises ConfigError for an unsupported schema, see `check_schema`, and for one that takes too long to compile.
+
+        strict: objects have only the members that the schema names.
         """
-        passes = check_schema(schema)
-        tokens = max(self._vocabulary, _LEAST_VOCABULARY)
-        most = MOST_TRIES // tokens
-        if passes > most:
-            raise ConfigError(
-                f"json_schema takes {round(passes)} passes over a vocabulary of {self._vocabulary} tokens to compile; "
-                f"it may take {most}. A minLength or maxLength above 128 takes 192, a pattern one for each way on in it"
-            )
-        return (json.dumps(schema), "strict" if strict else "open"), round(passes * tokens)
+        written, tries = self._written(schema, strict=strict)
+        return _source({"type": "grammar", "grammar": written}), tries
 
     def read_calls(self, form: ToolFormat, rules: CallRules) -> tuple[Source, int]:
         """Return the source of the grammar of an output with calls, and how often compiling it tries a token. Raises ConfigError
@@ -150,14 +119,25 @@ class Grammars:
             try:
                 if schema.get("type") != "object":
                     raise ConfigError('their schema must have the type "object"')
-                tries += self.read(schema, strict=strict)[1]
-                with _explained():
-                    arguments[name] = self._calls.written(schema, strict=strict)
+                arguments[name], takes = self._written(schema, strict=strict)
             except ConfigError as error:
                 raise ConfigError(f"the parameters of {name!r}: {error}") from None
+            tries += takes
             if tries > MOST_TRIES:
                 raise ConfigError(f"the parameters of all functions together take too long to compile, from {name!r} on")
-        return (json.dumps(form.grammar(rules, arguments)), "calls"), tries
+        return _source(form.grammar(rules, arguments)), tries
+
+    def _written(self, schema: Any, *, strict: bool) -> tuple[str, int]:
+        """Return the grammar of a schema as text, and how often compiling it tries a token."""
+        passes, tokens = check_schema(schema), max(self._vocabulary, _LEAST_VOCABULARY)
+        if passes > (most := MOST_TRIES // tokens):
+            raise ConfigError(
+                f"json_schema takes {round(passes)} passes over a vocabulary of {self._vocabulary} tokens to compile; "
+                f"it may take {most}. A minLength or maxLength above 128 takes 192, a pattern one for each way on in it"
+            )
+        with _explained():
+            written = str(self._convert(json.dumps(plain_patterns(schema)), any_whitespace=False, strict_mode=strict))
+        return written.replace(_COUNTED, _WITHOUT_CONTROLS), round(passes * tokens)
 
     def known(self, source: Source) -> Grammar | None:
         """Return a grammar from the cache, if it is there."""
@@ -167,11 +147,11 @@ class Grammars:
             return self._kept.get(source)
 
     def compile(self, source: Source) -> Grammar:
-        """Return the grammar of a checked schema. Raises ConfigError if nothing can satisfy it."""
+        """Return the grammar of a source. Raises ConfigError if nothing can satisfy it."""
         if (known := self.known(source)) is not None:
             return known
         with _explained():
-            made = (self._calls if source[1] == "calls" else self._json).compile(source)
+            made = Grammar(self._compiler.compile_structural_tag(source), self._vocabulary, source, self._empty)
         with self._lock:
             self._kept[source] = made
             while len(self._kept) > 1 and sum(one.bytes for one in self._kept.values()) > _CACHED_BYTES:
@@ -207,6 +187,11 @@ class ComingGrammars:
             if not self._made:
                 self._made.append(self._make())
         return self._made[0].compile(source)
+
+
+def _source(output: dict[str, Any]) -> Source:
+    """Return the source of an output's format."""
+    return json.dumps({"type": "structural_tag", "format": output})
 
 
 @contextmanager

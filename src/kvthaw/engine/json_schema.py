@@ -5,6 +5,7 @@ All served keywords are enforced exactly, except that formats are enforced only 
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 from kvthaw.engine.pattern import MOST_COUNT as MOST_PATTERN_COUNT
-from kvthaw.engine.pattern import anchored, cost, without_characters
+from kvthaw.engine.pattern import anchored, cost, plain, without_characters
 from kvthaw.errors import ConfigError
 
 MOST_BYTES = 16 << 10
@@ -29,11 +30,6 @@ MOST_PATTERN = 4096
 """Most characters of a pattern as written."""
 MOST_MULTIPLE = 1024
 """The largest multipleOf. The compiler ignores larger ones."""
-MOST_PASSES = 1024
-"""Most passes over the vocabulary to compile a pattern."""
-MOST_PASSES_BEYOND_ASCII = 64
-"""The same for a pattern with multi-byte characters. xgrammar makes no state machine of it, so a token takes time for each
-path."""
 _COUNTED = 128
 """The largest count of characters whose states xgrammar shares among all counted strings of a schema."""
 _COUNTED_APART = 192  # passes of a larger count
@@ -88,6 +84,9 @@ def check_schema(schema: Any) -> float:
         raise ConfigError(f"json_schema has more than {MOST_BYTES} bytes")
     _check(schema, "schema", 0)
     schemas = list(_all(schema))
+    for ref in (one["$ref"] for one in schemas if "$ref" in one):
+        if isinstance(found := _resolved(schema, ref), dict) and all(found is not one for one in schemas):
+            raise ConfigError(f"json_schema: $ref is {ref!r}, which is no schema within the schema")
     counted = sum(max(0, *(one.get(name, 0) for name in _COUNTS)) for one in schemas)
     if counted > MOST_COUNTED:
         raise ConfigError(f"json_schema counts {counted} items and characters in all; it may count at most {MOST_COUNTED}")
@@ -96,6 +95,15 @@ def check_schema(schema: Any) -> float:
     if not _can_end(schema, schemas):
         raise ConfigError("json_schema cannot be met: what it describes has no end")
     return _passes(schemas)
+
+
+def plain_patterns(schema: Any) -> Any:
+    """Return a checked schema with patterns as xgrammar follows them; see `pattern.plain`."""
+    schema = copy.deepcopy(schema)
+    for one in _all(schema):
+        if "pattern" in one:
+            one["pattern"] = plain(one["pattern"])
+    return schema
 
 
 def _passes(schemas: Sequence[dict[str, Any]]) -> float:
@@ -159,10 +167,6 @@ def _problems(schema: dict[str, Any]) -> Iterator[str]:
         yield f"pattern has more than {MOST_CHARACTERS} characters, once its counts are written out"
     elif found.count > MOST_PATTERN_COUNT:
         yield f"pattern has a count of {found.count}; counts are served up to {MOST_PATTERN_COUNT}"
-    elif found.loops:  # xgrammar may take unlimited time for masks of such patterns
-        yield "pattern repeats a group that may be empty; repeat one that has a character"
-    elif found.passes > (MOST_PASSES if pattern.isascii() else MOST_PASSES_BEYOND_ASCII):
-        yield "pattern lets a text go on in too many ways, such as `.*` behind `.*`"
     if "multipleOf" in schema and kinds != ["integer"]:
         yield "multipleOf is served for integers alone"
     multiple = schema.get("multipleOf", 1)

@@ -72,11 +72,11 @@ class Submit(Change):
 
     @classmethod
     def read(cls, plain: dict[str, Any]) -> Self:
-        spec, grammar = dict(plain["spec"]), plain["grammar"]
+        spec = dict(plain["spec"])
         spec["sampling"] = Sampling(**spec["sampling"] | {"logit_bias": dict(spec["sampling"]["logit_bias"])})
         spec["ids"], spec["stop"] = torch.tensor(spec["ids"], dtype=torch.int64), frozenset(spec["stop"])
         spec["text_after"] = tuple(spec["text_after"])
-        return cls(**plain | {"spec": RequestSpec(**spec), "grammar": None if grammar is None else tuple(grammar)})
+        return cls(**plain | {"spec": RequestSpec(**spec)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +100,6 @@ class Compile(Change):
     later."""
 
     source: Source
-
-    @classmethod
-    def read(cls, plain: dict[str, Any]) -> Self:
-        text, kind = plain["source"]
-        return cls((text, kind))
 
 
 _KINDS: dict[str, type[Change]] = {kind.__name__: kind for kind in (Submit, Cancel, Forget, Compile)}

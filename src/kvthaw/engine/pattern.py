@@ -1,27 +1,29 @@
-"""Estimate what a regular expression costs as a grammar."""
+"""Regular expressions of schemas: what of them a grammar can follow, what they cost as a grammar, and how xgrammar reads them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
-_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\((?:\?:)?|\)|\||\{(\d*)(,?)(\d*)\}|[*+?]|.", re.DOTALL)
+_PARTS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\((?:\?:)?|\)|\||\{(\d*)(,?)(\d*)\}|[*+?]|.", re.DOTALL)
 MOST_COUNT = 128
 """The largest count in a pattern. xgrammar represents larger ones separately, which makes masks slow."""
 _BROAD = 16  # a class of at least this many characters counts as matching any text
-_BEYOND = ""  # all characters beyond ASCII
-_WRITTEN = {chr(code) for code in range(32, 127)} - {'"', "\\"}  # what JSON writes as itself
-_DIGITS = set("0123456789")
-_WORDS = {char for char in _WRITTEN if char.isalnum()} | {"_"}
+_BEYOND = frozenset(chr(0x10FF00 + i) for i in range(_BROAD))  # for all characters beyond ASCII
+_WRITTEN = frozenset(chr(code) for code in range(32, 127)) - {'"', "\\"}  # what JSON writes as itself
+_DIGITS = frozenset("0123456789")
+_WORDS = frozenset(char for char in _WRITTEN if char.isalnum()) | {"_"}
+_ALL = _WRITTEN | _BEYOND
 _SHORTHANDS: dict[str, AbstractSet[str]] = {
-    "d": _DIGITS, "D": _WRITTEN - _DIGITS | {_BEYOND},
-    "w": _WORDS, "W": _WRITTEN - _WORDS | {_BEYOND},
-    "s": {" "}, "S": _WRITTEN - {" "} | {_BEYOND},
+    "d": _DIGITS, "D": _ALL - _DIGITS, "w": _WORDS, "W": _ALL - _WORDS, "s": {" "}, "S": _ALL - {" "},
+    **dict.fromkeys("nrtvf0b", frozenset()),
 }  # fmt: skip
 _ITEMS = re.compile(r"(\\.|[^\\])-(\\.|[^\\])|(\\.|[^\\])", re.DOTALL)  # of a class
 _MOST_COPIES = 257  # limit on copies to examine; a pattern with this number is refused
+_PLAIN = {"]": r"\]", "[^]": "."}
+"""Parts that xgrammar makes no state machine of, and equal ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,6 @@ class Cost:
     pairs: pairs of characters that may follow each other.
     first, last: characters that it may begin and end with.
     empty: whether it may match the empty string.
-    loops: whether a part that may be empty is repeated.
     """
 
     size: int = 0
@@ -46,7 +47,6 @@ class Cost:
     first: float = 0.0
     last: int = 0
     empty: bool = True
-    loops: bool = False
 
     @property
     def passes(self) -> float:
@@ -64,7 +64,6 @@ class Cost:
             self.first + (other.first if self.empty else 0),
             other.last + (self.last if other.empty else 0),
             self.empty and other.empty,
-            self.loops or other.loops,
         )
 
     def or_else(self, other: Cost) -> Cost:
@@ -77,7 +76,6 @@ class Cost:
             self.first + other.first,
             self.last + other.last,
             self.empty or other.empty,
-            self.loops or other.loops,
         )
 
     def repeated(self, least: int, most: int | None) -> Cost:
@@ -96,7 +94,7 @@ class Cost:
                 copies = replace(self.then(copies), empty=True)
         for _ in range(min(_MOST_COPIES, least)):
             copies = self.then(copies)
-        return replace(copies, count=max(self.count, bound), loops=self.loops or (self.empty and most != 1))
+        return replace(copies, count=max(self.count, bound))
 
 
 _NOTHING = Cost()
@@ -118,7 +116,8 @@ def cost(pattern: str) -> Cost:
             if alternatives[-1]:
                 alternatives[-1].append(alternatives[-1].pop().repeated(*_counts(text, part)))
         else:
-            alternatives[-1].append(_character(_breadth(text)))
+            share = min(1.0, len(_matched(text)) / _BROAD)
+            alternatives[-1].append(Cost(size=1, broad=share, first=share, last=1, empty=False))
     while len(open_groups) > 1:
         group = _either(open_groups.pop())
         open_groups[-1][-1].append(group)
@@ -134,34 +133,39 @@ def anchored(pattern: str) -> bool:
 def without_characters(pattern: str) -> str | None:
     """Return the first part of a pattern that matches no character, or only characters that JSON writes as escapes; None if there
     is none."""
-    return next((text for part in _PARTS.finditer(pattern) if not _writable(text := part[0])), None)
+    return next((part[0] for part in _PARTS.finditer(pattern) if not _matched(part[0])), None)
 
 
-def _writable(text: str) -> bool:
-    """Return whether a part of a pattern matches a character that JSON writes as itself. True for a part that is no character."""
+def plain(pattern: str) -> str:
+    """Return an equal pattern of ASCII. xgrammar makes a state machine of it.
+
+    Without a state machine masks take up to seconds, and JSON may have quotes that end no string.
+    """
+    written = "".join(_PLAIN.get(part[0], part[0]) for part in _PARTS.finditer(pattern))
+    return re.sub(r"\\?([^\0-\x7f])", lambda found: f"\\u{{{ord(found[1]):x}}}", written)
+
+
+def _matched(text: str) -> AbstractSet[str]:
+    """Return what a part of a pattern matches, as a part of _ALL and the first characters of ranges beyond ASCII."""
     if text[0] == "[" and len(text) > 1:
         negated = text[1] == "^"
-        matched = set[str]().union(*(_matched(*item.groups()) for item in _ITEMS.finditer(text[1 + negated : -1])))
-        return bool(_WRITTEN - matched) or _BEYOND not in matched if negated else bool(matched)
-    return bool(_matched(None, None, text)) if text[0] == "\\" or text < " " else True
+        found = frozenset[str]().union(*(_item(*item.groups()) for item in _ITEMS.finditer(text[1 + negated : -1])))
+        return _ALL - found if negated else found
+    if text[0] == "\\" and text[1:] in _SHORTHANDS:
+        return _SHORTHANDS[text[1:]]
+    return _ALL if text == "." else set(text[-1]) if text >= " " else set()
 
 
-def _matched(first: str | None, last: str | None, single: str | None) -> AbstractSet[str]:
-    """Return what a range or a single item of a class matches, as a part of _WRITTEN and _BEYOND; for some characters beyond
-    ASCII these characters."""
-    if single is not None and single[0] == "\\" and single[1] in "nrtvf0b":
-        return set()
-    if single is not None and single[0] == "\\" and single[1] in _SHORTHANDS:
-        return _SHORTHANDS[single[1]]
-    begin, end = (first or single or "")[-1], (last or single or "")[-1]
-    return {char for char in _WRITTEN if begin <= char <= end} | ({end} if end > "~" else set())
+def _item(first: str | None, last: str | None, single: str | None) -> AbstractSet[str]:
+    """Return what a range or a single item of a class matches."""
+    if single is not None:
+        return _matched(single)
+    begin, end = (first or "")[-1], (last or "")[-1]
+    beyond = range(max(ord(begin), 127), ord(end) + 1)[:_BROAD]
+    return {char for char in _WRITTEN if begin <= char <= end} | {chr(code) for code in beyond}
 
 
-def _character(breadth: float) -> Cost:
-    return Cost(size=1, broad=breadth, first=breadth, last=1, empty=False)
-
-
-def _either(alternatives: Sequence[Sequence[Cost]]) -> Cost:
+def _either(alternatives: Iterable[Sequence[Cost]]) -> Cost:
     found = None
     for parts in alternatives:
         one = _NOTHING
@@ -176,17 +180,3 @@ def _counts(text: str, part: re.Match[str]) -> tuple[int, int | None]:
         return (1 if text == "+" else 0), (1 if text == "?" else None)
     least, most = int(part[1] or 0), int(part[3]) if part[3] else None
     return least, (most if part[2] else least)
-
-
-def _breadth(text: str) -> float:
-    """Return the share of all text that a character class matches: 0 to 1, and 1 for more than a few characters."""
-    if len(text) == 1 and text != ".":
-        return 1 / _BROAD
-    if text[0] == "\\":
-        return 10 / _BROAD if text == r"\d" else 1.0 if text in (r"\w", r"\W", r"\D", r"\S") else 1 / _BROAD
-    inner = text[1:-1]
-    if text == "." or inner.startswith("^") or re.search(r"\\[wWDS]", inner):
-        return 1.0
-    plain = re.sub(r"\\d", "0123456789", inner)
-    many = sum(max(0, ord(b) - ord(a)) for a, b in re.findall(r"([^\\])-([^\\])", plain))
-    return min(1.0, (len(plain) + many) / _BROAD)

@@ -16,6 +16,7 @@ from kvthaw.engine.grammar import Matcher
 from kvthaw.engine.logprobs import TokenLogprobs
 from kvthaw.engine.sampling import GREEDY, Sampling
 from kvthaw.engine.text import Detokenizer
+from kvthaw.engine.tool_calls import SPECIAL
 from kvthaw.errors import ConfigError, TooLongError
 from kvthaw.kernels.gpu import sent
 from kvthaw.typecheck import check_type
@@ -136,7 +137,8 @@ class Request:
         self.prompt = spec.ids.shape[0]
         self.matcher = None if how.grammar is None else how.grammar.matcher(spec.stop)
         if spec.tokenizer is not None:
-            given: dict[str, Any] = {"include_stop": how.include_stop, "min_tokens": how.min_tokens, "show": how.show_tokens}
+            show = how.show_tokens if how.grammar is None else (*how.show_tokens, *SPECIAL)  # text of its tokens
+            given: dict[str, Any] = {"include_stop": how.include_stop, "min_tokens": how.min_tokens, "show": show}
             self._out = Detokenizer(spec.tokenizer, how.stop, after=spec.text_after, **given)
 
     @property

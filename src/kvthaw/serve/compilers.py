@@ -7,8 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
-from kvthaw.engine.grammar import OBJECT, Grammar, Grammars, Source
-from kvthaw.engine.tool_calls import CallRules, ToolFormat
+from kvthaw.engine.grammar import Grammar, Grammars, Source
+from kvthaw.engine.tool_calls import ANY_OBJECT, CallRules, ToolFormat
 from kvthaw.errors import ConfigError
 from kvthaw.serve.errors import ApiError
 from kvthaw.serve.lanes import NICE, Lane
@@ -46,7 +46,7 @@ class Compilers:
     async def grammar(self, asked: JsonSchema | Literal["json_object"], field: str, client: str) -> Grammar:
         """Return the grammar that a field asks for. Raises ApiError for an invalid schema or a timeout."""
         if asked == "json_object":
-            return await self._timed(lambda _: (OBJECT, 0), field, client)
+            return await self._timed(lambda grammars: grammars.read(ANY_OBJECT), field, client)
         return await self._timed(lambda grammars: grammars.read(asked.schema_, strict=asked.strict), field, client)
 
     async def calls(self, form: ToolFormat, rules: CallRules, client: str) -> Grammar:
