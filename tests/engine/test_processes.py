@@ -99,7 +99,7 @@ def test_changes_come_as_they_were_sent() -> None:
     spec = RequestSpec(
         torch.tensor([1, 2, 150000]), 9, frozenset({2, 3}), sampling, "salt", "client", "name", about, text_after=(7, 8)
     )
-    submit = Submit(1 << 40, spec, True, ('{"type": "object"}', "strict"), 3)
+    submit = Submit(1 << 40, spec, True, '{"type": "structural_tag"}', 3)
     sent = read(write([submit, Cancel(2), Forget("", "a b")]))
     assert sent is not None
     assert sent[1:] == [Cancel(2), Forget("", "a b")]

@@ -50,9 +50,9 @@ class Cost:
 
     @property
     def passes(self) -> float:
-        """How often compiling tries all tokens: once for each character that may follow in each state. A text may be in
-        several states."""
-        return self.pairs * max(1.0, self.pairs / max(1.0, self.broad)) ** 2
+        """How often compiling tries all tokens: once for each character that may follow another. Three times if a text may go many
+        ways."""
+        return self.pairs * min(3.0, max(1.0, self.pairs / max(1.0, self.broad)))
 
     def then(self, other: Cost) -> Cost:
         """Return the cost of this part followed by another."""
