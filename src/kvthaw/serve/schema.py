@@ -6,7 +6,7 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Annotated, Any, ClassVar, Generic, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
@@ -24,7 +24,6 @@ from kvthaw.serve.fields import (
     MOST_STOPS,
     MOST_TOKEN_RULES,
     MOST_TOKENS,
-    A,
     Body,
     Count,
     Name,
@@ -337,11 +336,17 @@ class Function(NamedFunction):
     strict: bool = False
 
 
-class Tool(Body, Generic[A]):
-    """A function, as chat completions name it."""
+class NamedTool(Body):
+    """The function to call, as chat completions name it."""
 
     type: Literal["function"]
-    function: A
+    function: NamedFunction
+
+
+class Tool(NamedTool):
+    """A function that the model may call, as chat completions name it."""
+
+    function: Function
 
 
 class ChatRequest(Generation):
@@ -352,9 +357,9 @@ class ChatRequest(Generation):
     max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
-    tools: Annotated[list[Tool[Function]], Field(max_length=MOST_TOOLS, fail_fast=True)] = Field([])
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] = Field([])
     tool_choice: Annotated[
-        Annotated[Literal["none", "auto", "required"], Tag("text")] | Annotated[Tool[NamedFunction], Tag("object")],
+        Annotated[Literal["none", "auto", "required"], Tag("text")] | Annotated[NamedTool, Tag("object")],
         either(_choice, "it must be a string or an object"),
     ] = "auto"
     functions: Annotated[list[Any], Only([], instead="use tools")] = Field([])
@@ -374,7 +379,7 @@ class ChatRequest(Generation):
             raise ApiError(400, f"tools has two functions named {twice!r}", param="tools")
         if choice not in ("none", "auto") and not names:
             raise ApiError(400, "tool_choice asks for a call; tools has no function", param="tool_choice")
-        if isinstance(choice, Tool) and choice.function.name not in names:
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
             says = f"tool_choice names {choice.function.name!r}, which is not in tools"
             raise ApiError(400, says, param="tool_choice")
         if self.call_names and self.json_format is not None:
@@ -392,7 +397,7 @@ class ChatRequest(Generation):
             return None
         if choice == "auto" and several and not any(each.strict for each in functions):
             return None
-        if isinstance(choice, Tool):
+        if isinstance(choice, NamedTool):
             functions, several = [each for each in functions if each.name == choice.function.name], False
         required = choice not in ("none", "auto")
         schemas = {each.name: (each.parameters if required or each.strict else ANY_OBJECT, each.strict) for each in functions}
