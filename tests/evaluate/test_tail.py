@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvthaw.errors import ConfigError
-from kvthaw.evaluate.tail import Prompt, divide
+from kvthaw.evaluate.prefills import Prompt, divide
 from kvthaw.evaluate.variant import FULL, Variant
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 6

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from kvthaw.bench.settings import HF, DecodeSetting, groups, possible
 from kvthaw.bench.steps import Steps, attention, hf_cache, prefill, replayed, take
-from kvthaw.cache.device_layers import DenseLayer
 from kvthaw.engine.hf import Cache, DynamicCache, PreTrainedModel
 from kvthaw.engine.hf.model import kv_bytes
 from kvthaw.errors import CacheError, ConfigError
@@ -221,6 +220,9 @@ class Bench(ABC, Generic[S]):
         }
 
 
+_STATS = ("attended_mean", "attended_max", "retrieved", "budget", "dense_layers", "kv_device_bytes", "kv_dense_bytes")
+
+
 def held_bytes(cache: DynamicCache, full: int) -> Measures:
     """Return where a cache holds its bytes, and how much it attended to.
 
@@ -248,10 +250,8 @@ def held_bytes(cache: DynamicCache, full: int) -> Measures:
     host_index = [kv.own.index for kv in layers if kv.own is not None and kv.on_host]
     told = [index.nbytes() for index in host_index]
     return {
-        **{name: getattr(stats, name) for name in ("attended_mean", "attended_max", "retrieved", "budget", "dense_layers")},
-        "kv_device_bytes": stats.kv_device_bytes,
+        **{name: getattr(stats, name) for name in _STATS},
         "index_device_bytes": sum(size for at, size in tensors.items() if at not in slabs),
-        "kv_dense_bytes": sum(kv.device_bytes() for kv in cache.kv.layers if isinstance(kv, DenseLayer)),
         "kv_host_bytes": sum(store.kv_heads * store.block_size * store.row_bytes for store in blocks.values()),
         "kv_frozen_bytes": sum(
             kv.store.token_bytes * kv.store.length(seq) for kv in layers for seq in range(cache.kv.sequences.count)

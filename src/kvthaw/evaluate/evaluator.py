@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from kvthaw.engine.hf import PreTrainedModel
 from kvthaw.evaluate.machine import identity
 from kvthaw.evaluate.prefills import Prefills, Rows, Tell, spread
-from kvthaw.evaluate.results import Record, ResultsFile, Setting, lacking
+from kvthaw.evaluate.results import Record, ResultsFile, Setting
 from kvthaw.evaluate.variant import FULL, Variant, complete
 
 Work = TypeVar("Work")
@@ -129,11 +129,14 @@ class Evaluator(ABC, Generic[Work, Place]):
         cannot do.
         """
         self.check(work)
-        places, found = self.places(work) if places is None else places, list[Piece[Work, Place]]()
+        places = self.places(work) if places is None else places
         settings = {variant: self.settings(work, variant, places) for variant in wanted}
-        for lack, some in lacking(self.results, settings, places).items():
-            found += [Piece(work, block, lack) for block in self.blocks(work, some, lack)]
-        return found
+        lacking: dict[tuple[Variant, ...], list[Place]] = {}
+        for i, place in enumerate(places):
+            lack = tuple(each for each, of in settings.items() if any(self.results.get(one) is None for one in of[i]))
+            if lack:
+                lacking.setdefault(lack, []).append(place)
+        return [Piece(work, block, lack) for lack, some in lacking.items() for block in self.blocks(work, some, lack)]
 
     def blocks(self, work: Work, places: Sequence[Place], variants: Sequence[Variant] = ()) -> list[tuple[Place, ...]]:
         """Return samples in blocks that share their steps under some variants."""

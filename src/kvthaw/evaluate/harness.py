@@ -31,7 +31,7 @@ from kvthaw.engine.hf.cache_argument import CACHE
 from kvthaw.engine.hf.model import shipped_path
 from kvthaw.engine.hub import SHIPPED
 from kvthaw.errors import ConfigError, at_least
-from kvthaw.evaluate.tail import Prompt
+from kvthaw.evaluate.prefills import Prompt
 from kvthaw.evaluate.variant import read_variant
 
 

@@ -40,12 +40,10 @@ def by_column(
 
     sections: a field whose change begins a section.
     """
-    made = lay_out(title, list(columns), words=words)
+    cells: list[Sequence[str]] = []
     for _, some in itertools.groupby(rows, key=lambda row: row[sections] if sections else None):
-        for row in some:
-            made.add_row(*(cell(row) for cell in columns.values()))
-        made.add_section()
-    return made
+        cells += [*([cell(row) for cell in columns.values()] for row in some), ()]
+    return lay_out(title, list(columns), cells, words=words)
 
 
 def on(row: Summary) -> str:

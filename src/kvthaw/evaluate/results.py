@@ -11,12 +11,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 from kvthaw.errors import ConfigError
 
-K = TypeVar("K")
-T = TypeVar("T")
 Setting = dict[str, Any]
 
 
@@ -135,21 +133,6 @@ class ResultsFile:
 
 def _current(record: Record, setting: Setting) -> bool:
     return record.setting.get("options", "") in ("", setting.get("options", ""))
-
-
-def lacking(
-    results: ResultsFile, settings: Mapping[K, Sequence[Sequence[Setting]]], places: Sequence[T]
-) -> dict[tuple[K, ...], list[T]]:
-    """Return the places without records, by the variant for which records are missing.
-
-    settings: of each place under each requested variant.
-    """
-    found: dict[tuple[K, ...], list[T]] = {}
-    for i, place in enumerate(places):
-        lack = tuple(wanted for wanted, of in settings.items() if any(results.get(one) is None for one in of[i]))
-        if lack:
-            found.setdefault(lack, []).append(place)
-    return found
 
 
 def mean(values: Iterable[float | None]) -> float | None:
