@@ -16,10 +16,9 @@ from kvthaw.cache.chooser import Chooser, Layer, make_layers, offloaded_numbers
 from kvthaw.cache.device_layers import DenseLayer, WindowLayer
 from kvthaw.cache.finite import FiniteCheck, check_prompts
 from kvthaw.cache.layer_base import AttentionParams, LayerKV, PrefillKV
-from kvthaw.cache.lengths import WHOLE
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings
-from kvthaw.cache.sequences import Sequences
+from kvthaw.cache.sequences import WHOLE, Sequences
 from kvthaw.cache.step import Known, Step, roomier
 from kvthaw.cache.streams import Streams
 from kvthaw.errors import CacheError

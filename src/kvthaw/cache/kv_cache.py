@@ -13,8 +13,8 @@ from kvthaw.cache.device_layers import DenseLayer, WindowLayer
 from kvthaw.cache.finite import FiniteCheck, check_prompts
 from kvthaw.cache.forward import Forward
 from kvthaw.cache.layer_base import LayerKV, LayerShape
-from kvthaw.cache.lengths import Lengths
 from kvthaw.cache.offloaded_layer import OffloadedLayer
+from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.state import LayerState, SequenceState
 from kvthaw.cache.stats import Stats, collect
 from kvthaw.cache.step import Step
@@ -167,7 +167,7 @@ class KVCache(Forward):
         for part in (*self.layers, self.sequences):
             part.reorder(order)
 
-    def clone(self, sequences: Lengths, layers: Iterable[Layer]) -> None:
+    def clone(self, sequences: Sequences, layers: Iterable[Layer]) -> None:
         """Copy the tokens of `layers`, which belong to another cache, into this empty one as its prompt, layer by layer."""
         others = iter(layers)
 
