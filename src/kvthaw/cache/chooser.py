@@ -11,6 +11,7 @@ from torch import Tensor
 from kvthaw.cache.device_layers import DenseLayer, WindowLayer
 from kvthaw.cache.host_memory import beyond
 from kvthaw.cache.layer_base import AttentionParams
+from kvthaw.cache.layer_storage import LayerStorage
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.passes import take_over
 from kvthaw.cache.plan import Plan, Settings
@@ -41,10 +42,10 @@ class FullLayer(OffloadedLayer):
     def _sizes(self, step: Step) -> Plan:
         return replace(super()._sizes(step), rows=0)
 
-    def _attention(self, plan: Plan, query: Tensor, key: Tensor) -> HeldAttention:
-        self.storage.place_on_device(self.number)
-        self.storage.tabled = True
-        return FullAttention(self.storage, self.sequences)
+    def _attention(self, storage: LayerStorage, plan: Plan, query: Tensor, key: Tensor) -> HeldAttention:
+        storage.place_on_device(self.number)
+        storage.tabled = True
+        return FullAttention(storage, self.sequences)
 
     def balance(self, needed: int) -> None:
         super().balance(0)  # attention reads all blocks, so none makes room for coming ones

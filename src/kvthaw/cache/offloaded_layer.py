@@ -23,12 +23,10 @@ from torch import Tensor
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import HostMemory
 from kvthaw.cache.index_api import IndexContext, Rotary
-from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.layer_base import AttentionParams, LayerKV, LayerShape, PrefillKV, RecentQueries, attend_rows
 from kvthaw.cache.layer_storage import LayerStorage, copied
 from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.pool import Slab
-from kvthaw.cache.retriever import Retriever
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.sparse_attention import HeldAttention, make_attention
 from kvthaw.cache.state import LayerState
@@ -46,6 +44,11 @@ class OffloadedLayer(LayerKV):
     Before the first prompt, slab and store have no sequences.
 
     leader: the anchor whose index and selections this layer follows; None: it has its own.
+    sparse: its decode steps.
+    storage: `store` has all rows; `slab` has sink, ring and fetched rows.
+    retriever: selects rows; None for a method that retrieves nothing. `own`: the same if this layer's index is in it.
+    updater: feeds the index; None for a layer without an index of its own.
+    on_host: whether the index works on the host, concurrently with the device.
     rotary: for a method that asks for it.
     plan: the sizes; None before the first prompt.
     room: tokens per sequence that there is device memory for.
@@ -66,23 +69,19 @@ class OffloadedLayer(LayerKV):
         if self.plan is not None:
             self.drop_search()
         none = Slab(0, 0, 0, Regions(0, 1, 1), 0, dtype=torch.float32, device=torch.device("cpu"))
-        self.storage = LayerStorage(HostStore(0, 0, 0, torch.float32), none, self.streams)
-        self.sparse = HeldAttention(self.storage, self.sequences)
+        self._use(HeldAttention(LayerStorage(HostStore(0, 0, 0, torch.float32), none, self.streams), self.sequences))
         self.plan, self.room, self.scale, self.asked_again = None, 0, 0.0, 0
         self.recent_queries = RecentQueries(self.settings.method.prompt_queries)
         self._taken: tuple[Step | None, int] = None, 0  # a decode step, and how many of its tokens came
         self._again: tuple[Step | None, int] = None, 0  # the last step whose queries came again, and asked_again before it
         self.unchecked = False
 
-    @property
-    def store(self) -> HostStore:
-        """All rows."""
-        return self.storage.store
-
-    @property
-    def slab(self) -> Slab:
-        """Sink, ring and fetched rows."""
-        return self.storage.slab
+    def _use(self, sparse: HeldAttention) -> None:
+        """Attend by `sparse`, and hold its parts."""
+        self.sparse, self.storage, self.store, self.slab = sparse, sparse.storage, sparse.storage.store, sparse.storage.slab
+        self.retriever, self.updater = sparse.retriever, sparse.updater
+        self.own = None if sparse.updater is None else sparse.retriever
+        self.on_host = sparse.retriever is not None and sparse.retriever.index.traits.on_host
 
     def length(self, seq: int) -> int:
         step, taken = self._taken
@@ -116,26 +115,6 @@ class OffloadedLayer(LayerKV):
     def host_bytes(self, seq: int | None = None) -> int:
         return self.store.nbytes(seq) if self.plan else 0
 
-    @property
-    def retriever(self) -> Retriever | None:
-        """What selects rows for this layer; None for a method that retrieves nothing."""
-        return self.sparse.retriever
-
-    @property
-    def updater(self) -> IndexUpdater | None:
-        """What feeds the index; None for a layer without an index of its own."""
-        return self.sparse.updater
-
-    @property
-    def own(self) -> Retriever | None:
-        """The retriever, if this layer's index is in it."""
-        return None if self.updater is None else self.updater.retriever
-
-    @property
-    def on_host(self) -> bool:
-        """Whether the layer's index works on the host, concurrently with the device."""
-        return self.retriever is not None and self.retriever.index.traits.on_host
-
     def tensors(self) -> list[Tensor]:
         if self.plan is None:
             return []
@@ -155,8 +134,8 @@ class OffloadedLayer(LayerKV):
         def make() -> None:
             slab = Slab(seqs, heads, dim, plan.regions, slots, dtype=key.dtype, device=key.device)
             store = HostStore(seqs, heads, dim, key.dtype, block_size=block_size, pinned=key.is_cuda, **how)
-            self.storage, self.scale = LayerStorage(store, slab, self.streams), scale
-            self.sparse = self._attention(plan, query, key)
+            self.scale = scale
+            self._use(self._attention(LayerStorage(store, slab, self.streams), plan, query, key))
             self.plan = plan
             self._make_room()
 
@@ -166,15 +145,15 @@ class OffloadedLayer(LayerKV):
     def _sizes(self, step: Step) -> Plan:
         return self.settings.plan(step.longest, self.sequences.limit)
 
-    def _attention(self, plan: Plan, query: Tensor, key: Tensor) -> HeldAttention:
+    def _attention(self, storage: LayerStorage, plan: Plan, query: Tensor, key: Tensor) -> HeldAttention:
         """Create the layer's attention, and its index unless it follows another layer."""
         context = IndexContext(
-            self.number, query.shape[1], key.shape[1], key.shape[3], key.dtype, key.device, self.store, plan.regions,
-            self.scale, seed=self.settings.seed, rows=plan.rows, slab=self.slab, sequences=self.sequences,
+            self.number, query.shape[1], key.shape[1], key.shape[3], key.dtype, key.device, storage.store, plan.regions,
+            self.scale, seed=self.settings.seed, rows=plan.rows, slab=storage.slab, sequences=self.sequences,
             aux=self.streams.aux, deferred=self.streams.deferred, rotary=self.rotary, ranks=self.settings.ranks,
         )  # fmt: skip
         leader = None if self.leader is None else self.leader.retriever
-        return make_attention(self.settings.method, self.storage, context, self.sequences, self.recent_queries, leader)
+        return make_attention(self.settings.method, storage, context, self.sequences, self.recent_queries, leader)
 
     def prefill(
         self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams
