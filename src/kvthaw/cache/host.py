@@ -36,6 +36,7 @@ class HostStore:
     block_size: E, tokens per block.
     table: the blocks of each sequence.
     format: how a row is stored; None: in `dtype`, unchanged.
+    row_bytes, token_bytes: bytes of a stored row, K and V, and of a stored token, in all heads.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class HostStore:
         self.table = BlockTable(seqs, block_size)
         self.kv_heads, self.head_dim, self.dtype, self.block_size = kv_heads, head_dim, dtype, block_size
         self.format = format = format or RowFormat(head_dim, dtype)
+        self.row_bytes, self.token_bytes = format.row_bytes, kv_heads * format.row_bytes
         shape = kv_heads, block_size, *format.tail
         self.allocator = BlockAllocator(memory or HostMemory(), shape, format.stored, pinned=pinned)
         self._length = [0] * seqs
@@ -78,16 +80,6 @@ class HostStore:
     def pinned(self) -> bool:
         """Whether blocks are pinned, so that kernels can read them."""
         return self.allocator.pinned
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one stored row, K and V."""
-        return self.format.row_bytes
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of a stored token, in all heads."""
-        return self.kv_heads * self.row_bytes
 
     def nbytes(self, seq: int | None = None, *, on_device: bool = False) -> int:
         """Return the bytes of host or device memory that blocks hold. Shared blocks count once.

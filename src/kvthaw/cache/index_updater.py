@@ -137,10 +137,6 @@ class IndexUpdater:
         kept = self.retriever.index.traits.snapshots and self.indexed(seq) > self.first
         return self.export(seq) if kept else None
 
-    def tensors(self, state: IndexState) -> Mapping[str, Tensor]:
-        """Return a state of this index as tensors on the host."""
-        return self.retriever.index.state(state.held)
-
     def load(self, seq: int, start: int, state: IndexState | None) -> None:
         """Index an empty sequence, whose rows came without a prefill, up to position `start`.
 

@@ -30,13 +30,14 @@ class LayerStorage:
 
     placement: None if all blocks lie on the host.
     tabled: whether kernels find rows through the block table.
+    latest: by sequence, the rows before and after the latest copy from its ring.
     """
 
     def __init__(self, store: HostStore, slab: Slab, streams: Streams) -> None:
         self.store, self.slab, self.streams = store, slab, streams
         self.placement: Placement | None = None
         self.tabled = False
-        self._latest: dict[int, tuple[int, int]] = {}  # rows before and after the latest copy from a ring
+        self.latest: dict[int, tuple[int, int]] = {}
         if self.on_gpu:  # compiled now, which takes a third of a second: no step should wait for that
             streams.deferred.once(("freeze", self.kind), lambda: _copy([self], [(0, 0, 0, 0)]))
 
@@ -112,31 +113,25 @@ class LayerStorage:
         if spans:
             offload([self], spans)
 
-    def extend(self, spans: Sequence[tuple[int, int, int]]) -> None:
-        """Count tokens (sequence, start, stop) that are being copied from the ring to the store, which has space for them."""
-        for seq, start, stop in spans:
-            self.store.extend(seq, stop)
-            self._latest[seq] = start, stop
-
     def ahead(self, seq: int, start: int) -> bool:
         """Return whether decoded tokens were offloaded that are still in a ring that begins at `start`."""
-        latest = self._latest.get(seq)
+        latest = self.latest.get(seq)
         return latest is not None and start < latest[1] == self.store.length(seq)
 
     def marks(self) -> tuple[list[int], dict[int, tuple[int, int]]]:
         """Return each sequence's watermark, for rewind()."""
-        return [self.store.length(seq) for seq in range(self.store.seqs)], dict(self._latest)
+        return [self.store.length(seq) for seq in range(self.store.seqs)], dict(self.latest)
 
     def rewind(self, marks: tuple[list[int], dict[int, tuple[int, int]]]) -> None:
         """Drop the rows that were offloaded since `marks`."""
         lengths, latest = marks
         for seq, length in enumerate(lengths):
             self.truncate(seq, length)
-        self._latest = dict(latest)
+        self.latest = dict(latest)
 
     def truncate(self, seq: int, length: int) -> None:
         """Drop rows >= length of a sequence. At length 0, free blocks that a failed step allocated, too."""
-        self._latest.pop(seq, None)
+        self.latest.pop(seq, None)
         if self.store.length(seq) > length or (not length and self.store.reserved(seq)):
             self.store.truncate(seq, length)
 
@@ -195,7 +190,7 @@ class LayerStorage:
         if failed:
             self.refill(seq, start, length)
         if ahead:
-            self.truncate(seq, self._latest[seq][0])
+            self.truncate(seq, self.latest[seq][0])
         if failed:
             self.truncate(seq, length)
 
@@ -220,12 +215,12 @@ class LayerStorage:
         for mine, its in zip(self.slab.tensors(), other.slab.tensors(), strict=True):
             mine.copy_(its)
         self.store.crossed.copy_(other.store.crossed)
-        self._latest = dict(other._latest)
+        self.latest = dict(other.latest)
 
     def reorder(self, sequences: Sequence[int]) -> None:
         """Replace sequence i by the former sequence sequences[i]."""
         self.store.reorder(sequences)
-        self._latest = {i: self._latest[seq] for i, seq in enumerate(sequences) if seq in self._latest}
+        self.latest = {i: self.latest[seq] for i, seq in enumerate(sequences) if seq in self.latest}
         self.slab.reorder(torch.tensor(sequences, device=self.slab.data.device))
 
 
@@ -250,7 +245,9 @@ def offload(layers: Sequence[LayerStorage], spans: Sequence[Span]) -> Tensor:
         for seq, _, stop in new:
             each.store.claim(seq, stop)
     for each in layers:
-        each.extend(new)
+        for seq, start, stop in new:
+            each.store.extend(seq, stop)
+            each.latest[seq] = start, stop
     rows = _copy(layers, spans)
     if new and rows.is_cuda:  # a few rows, before the next step writes in their places
         copied = torch.cuda.Event()

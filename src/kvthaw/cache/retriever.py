@@ -112,11 +112,6 @@ class Retriever:
         self.residency.grow(tokens)
 
     @property
-    def selections(self) -> int:
-        """Number of selections, one per KV head, sequence and decoded token."""
-        return self.context.kv_heads * (self.sequences.held.steps + self.asked_again)
-
-    @property
     def recalled(self) -> Tensor:
         """The most recently selected rows, [B, H, C] int32, -1 padded."""
         return self.residency.latest if self.reads_blocks else self.residency.slot_row[:, :, :-1]

@@ -135,7 +135,8 @@ def collect(settings: Settings, sequences: Sequences, layers: Sequence[LayerKV],
     plan, held = (offloaded[0].plan, sequences.held) if offloaded else (None, Held())
     searching = [(layer, layer.retriever) for layer in offloaded if layer.retriever is not None]
     groups = {group: group.residency.counted() for _, group in searching}
-    steps, selected = sum(group.selections for group in groups), sum(each.selected for each in groups.values())
+    steps = sum(group.context.kv_heads * (held.steps + group.asked_again) for group in groups)
+    selected = sum(each.selected for each in groups.values())
     fetched, most = sum(each.fetched for each in groups.values()), max((each.most for each in groups.values()), default=0)
     retrieved = selected / steps if steps else (0.0 if held.steps else None)
     crossed = [

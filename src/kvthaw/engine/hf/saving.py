@@ -295,7 +295,7 @@ def layer_part(
     for seq, state in states.items():
         if updater is not None and state is not None:
             held[f"index.{seq}.span"] = torch.tensor([state.first, state.end])
-            held |= {f"index.{seq}.{name}": tensor for name, tensor in updater.tensors(state).items()}
+            held |= {f"index.{seq}.{name}": tensor for name, tensor in updater.retriever.index.state(state.held).items()}
     return _name(number), scale, {name: each.cpu().contiguous() for name, each in held.items()}
 
 
