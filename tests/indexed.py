@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvthaw.cache.indexed_sequence import Ready, SideIndex, Waiting
+from kvthaw.cache.index_updater import Ready, SideIndex, Waiting
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.passes import updaters
 

@@ -9,8 +9,8 @@ from kvthaw import PrefixCache
 from kvthaw.cache.device_layers import DenseLayer
 from kvthaw.cache.host_memory import Block
 from kvthaw.cache.kv_cache import KVCache
+from kvthaw.cache.layer_base import SequenceState
 from kvthaw.cache.offloaded_layer import OffloadedLayer
-from kvthaw.cache.state import SequenceState
 
 
 def held(caches: Iterable[KVCache], prefix: PrefixCache | None = None, swapped: Iterable[SequenceState] = ()) -> Counter[Block]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvthaw.cache.deferred_batch import AuxStream
+from kvthaw.cache.streams import AuxStream
 
 CPU = torch.device("cpu")
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvthaw.cache import block_table
-from kvthaw.cache.block_table import BlockTable, follow
+from kvthaw.cache import host
+from kvthaw.cache.host import BlockTable, follow
 
 CPU = torch.device("cpu")
 
@@ -46,7 +46,7 @@ def test_tables_follow_by_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
         sent.append(numbers)
         return torch.tensor(numbers, dtype=dtype, device=device)
 
-    monkeypatch.setattr(block_table, "upload", upload)
+    monkeypatch.setattr(host, "upload", upload)
     follow(tables, CPU)
     assert sent == [[16, 17, 1, 18]]
     assert [own.on(CPU)[0, 0].item() for own in tables] == [16, 17, 18]
@@ -61,7 +61,7 @@ def test_a_copy_that_failed_is_repeated_in_full(monkeypatch: pytest.MonkeyPatch)
         table.blocks[0] = blocks((64, True))
         table.changed(0)
     with monkeypatch.context() as patch:
-        patch.setattr(block_table, "upload", lambda *_: torch.empty(-1))
+        patch.setattr(host, "upload", lambda *_: torch.empty(-1))
         with pytest.raises(RuntimeError):
             follow(tables, CPU)
     for addresses, table in zip(follow(tables, CPU), tables, strict=True):

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from kvthaw.cache.deferred_batch import DeferredBatch
+from kvthaw.cache.streams import DeferredBatch
 
 
 def test_items_of_a_kind_are_done_at_once_and_only_once() -> None:

@@ -20,7 +20,7 @@ PROMPT = [i * 7 % 50 + 3 for i in range(200)]
 @pytest.fixture
 def tight(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has caches grow by eight tokens."""
-    for module in ("lengths", "forward"):
+    for module in ("sequences", "forward"):
         monkeypatch.setattr(f"kvthaw.cache.{module}.roomier", lambda have, need: need + 8)
 
 

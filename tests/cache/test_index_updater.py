@@ -14,23 +14,22 @@ from torch import Tensor
 
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import Traits
-from kvthaw.cache.index_updater import IndexUpdater
-from kvthaw.cache.indexed_sequence import (
+from kvthaw.cache.index_updater import (
     READY,
     STALE,
     TRANSITIONS,
     Event,
     IndexedSequence,
+    IndexUpdater,
     Ready,
     SideIndex,
     Stale,
     State,
     Waiting,
 )
-from kvthaw.cache.layer_base import RecentQueries
+from kvthaw.cache.layer_base import IndexState, RecentQueries
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.sequences import Sequences
-from kvthaw.cache.state import IndexState
 from kvthaw.cache.step import Row
 from kvthaw.cache.streams import Streams
 from kvthaw.errors import CacheError

@@ -18,12 +18,10 @@ from torch import Tensor
 
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import Traits
-from kvthaw.cache.index_updater import IndexUpdater
-from kvthaw.cache.indexed_sequence import Ready, SideIndex, Stale, Waiting
-from kvthaw.cache.layer_base import RecentQueries
+from kvthaw.cache.index_updater import IndexUpdater, Ready, SideIndex, Stale, Waiting
+from kvthaw.cache.layer_base import IndexState, RecentQueries
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.sequences import Sequences
-from kvthaw.cache.state import IndexState
 from kvthaw.cache.step import Row
 from kvthaw.cache.streams import Streams
 from kvthaw.regions import Regions

@@ -78,7 +78,7 @@ def test_a_long_chunk_brings_the_addresses_of_all_layers_by_one_copy(monkeypatch
         return torch.tensor(numbers, dtype=dtype, device=device)
 
     monkeypatch.setattr(passes, "SHORT", 0)
-    monkeypatch.setattr("kvthaw.cache.block_table.upload", upload)
+    monkeypatch.setattr("kvthaw.cache.host.upload", upload)
     model = build("llama", num_hidden_layers=5)
     some: dict[str, Any] = {"budget": 48, "dense_layers": 0, "block_size": 16, "full_below": 200}
     device = 5 * 1200 * 2 * model.config.num_key_value_heads * model.config.head_dim * model.dtype.itemsize  # of 3 * 500 tokens

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 import owners
 from kvthaw import Batch, Cache, CacheError, PrefixCache, Request, Scheduler, attach
-from kvthaw.cache.state import LayerState
+from kvthaw.cache.layer_base import LayerState
 from kvthaw.engine.library import Library
 from kvthaw.index.forest import TreeIndex
 from zoo import KINDS, build, build_exact, prompt

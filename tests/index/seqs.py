@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvthaw.cache.deferred_batch import AuxStream, DeferredBatch
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import Index, IndexContext, Selection
+from kvthaw.cache.streams import AuxStream, DeferredBatch
 from kvthaw.index.draws import drawn, stream
 from kvthaw.regions import Regions
 

@@ -13,8 +13,8 @@ import torch
 from seqs import FIRST, Seqs, sample_positions
 from torch import Tensor
 
-from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.cache.index_api import IndexContext
+from kvthaw.cache.streams import DeferredBatch
 from kvthaw.errors import ConfigError
 from kvthaw.index import batches as module
 from kvthaw.index.batches import BatchedIndex

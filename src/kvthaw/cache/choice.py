@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import host_tensor
-from kvthaw.cache.index_api import Index, IndexContext, Selection, Transfer
+from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.cache.pool import Slab
 from kvthaw.errors import CacheError, one_of
 from kvthaw.kernels.gpu import sent
@@ -133,19 +133,6 @@ def scatter(slab: Slab, rows: Tensor, which: Tensor, slots: Tensor) -> None:
     seqs, heads, n = slab.data.shape[:3]
     place = which // slots.shape[2] * n + slab.pool_start + slots.reshape(-1)[which]
     slab.data.view(seqs * heads * n, 2, -1).index_copy_(0, sent(place, slab.data.device), rows)
-
-
-def fetch_choice(transfer: Transfer, choice: Choice, store: HostStore, slab: Slab, index: Index | None) -> None:
-    """Fetch the rows of a choice that are not in their slots.
-
-    index: replaces fetched keys, if it rebuilds them; None: it is another layer's.
-    """
-    if choice.slots is None or choice.fetch is None:
-        return
-    slots, fetch = choice.host if choice.host and not transfer.graph_safe else (choice.slots, choice.fetch)
-    transfer.fetch(store, slab, fetch, slots)
-    if index is not None and index.traits.rebuilds:
-        index.rebuild(slab, choice.fetch, choice.slots)
 
 
 class BulkCopy:

@@ -15,10 +15,9 @@ from torch import Tensor
 from kvthaw.cache.device_memory import DeviceMemory
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import Block
-from kvthaw.cache.layer_base import AttentionParams, LayerKV, LayerShape, RecentQueries, attend_rows
+from kvthaw.cache.layer_base import AttentionParams, LayerKV, LayerShape, LayerState, RecentQueries, attend_rows
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.sequences import Sequences
-from kvthaw.cache.state import LayerState
 from kvthaw.cache.step import Row, Step
 from kvthaw.errors import CacheError
 from kvthaw.kernels.decode_step import DecodeStep, InSlab, TokenOrder

@@ -14,11 +14,11 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from kvthaw.cache.deferred_batch import AuxStream, DeferredBatch
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.ranks import ALONE, Ranks
 from kvthaw.cache.sequences import Sequences
+from kvthaw.cache.streams import AuxStream, DeferredBatch
 from kvthaw.config import KvDtype
 from kvthaw.errors import CacheError, ConfigError, at_least
 from kvthaw.kernels.merge import Partial

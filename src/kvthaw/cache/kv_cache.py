@@ -12,10 +12,9 @@ from kvthaw.cache.chooser import Layer
 from kvthaw.cache.device_layers import DenseLayer, WindowLayer
 from kvthaw.cache.finite import FiniteCheck, check_prompts
 from kvthaw.cache.forward import Forward
-from kvthaw.cache.layer_base import LayerKV, LayerShape
+from kvthaw.cache.layer_base import LayerKV, LayerShape, LayerState, SequenceState
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.sequences import Sequences
-from kvthaw.cache.state import LayerState, SequenceState
 from kvthaw.cache.stats import Stats, collect
 from kvthaw.cache.step import Step
 from kvthaw.errors import CacheError

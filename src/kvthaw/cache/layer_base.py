@@ -1,9 +1,9 @@
-"""The interface of every kind of layer of a KV cache."""
+"""The interface of every kind of layer of a KV cache, and what a layer has of a sequence, as a value."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol, Self
 
 import torch
@@ -11,12 +11,94 @@ from torch import Tensor
 
 from kvthaw.cache.host_memory import Block, HostMemory
 from kvthaw.cache.sequences import Sequences
-from kvthaw.cache.state import LayerState
 from kvthaw.cache.step import Row, Step
 from kvthaw.config import KvDtype
 from kvthaw.kernels.dense import causal_attention, continued, packed_attention
 from kvthaw.kernels.places import Newest
 from kvthaw.kernels.row_format import RowFormat, row_format
+
+
+@dataclass(frozen=True, slots=True)
+class IndexState:
+    """An index's state of one sequence, which covers positions first .. end.
+
+    held: what Index.export() returned, or its tensors from a file.
+    """
+
+    held: Any
+    first: int
+    end: int
+
+    def nbytes(self) -> int:
+        """Return the bytes of host memory, including bytes shared with a sequence."""
+        if isinstance(self.held, Mapping):
+            return sum(tensor.nbytes for tensor in self.held.values())
+        nbytes: int = self.held.nbytes()
+        return nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class LayerState:
+    """State of one sequence in one layer, where it lies or in host memory. It is an owner of its blocks until release().
+
+    blocks: its stored rows in token order.
+    stored: number of these rows.
+    format: how the blocks hold them; None: as the layer does.
+    held: its sink and ring; None: they hold rows of the blocks.
+    queries: the last queries of its prompt, [Hq, W, D].
+    index: None: the index is built from the rows.
+    """
+
+    blocks: Sequence[Block] = ()
+    stored: int = 0
+    format: RowFormat | None = None
+    held: Tensor | None = None
+    queries: Tensor | None = None
+    index: IndexState | None = None
+
+    def on_host(self, memory: HostMemory) -> LayerState:
+        """Return this state in host memory, and release this one. Copies from a GPU are only enqueued.
+
+        Raises HostMemoryError.
+        """
+        try:
+            blocks = [block.copied(memory) if block.on_device else block for block in self.blocks]
+            blocks = [block.share() for block in blocks]
+        finally:
+            self.release()
+        held = None if self.held is None else self.held.to("cpu", copy=True)
+        return replace(self, blocks=blocks, held=held, queries=None if self.queries is None else self.queries.cpu())
+
+    def release(self) -> None:
+        """Release the blocks."""
+        for block in self.blocks:
+            block.release()
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceState:
+    """A sequence in host memory: its length, where its ring begins, and its state in each layer.
+
+    home: the layers in force when it was exported, to which it must return.
+    nonfinite: numbers of the layers whose keys or values were not finite.
+    states: state of layers that kvthaw does not serve.
+    """
+
+    length: int
+    ring_start: int
+    layers: Sequence[LayerState]
+    home: tuple[object, ...]
+    nonfinite: Sequence[int] = ()
+    states: dict[Any, Tensor] = field(default_factory=dict)
+
+    def host_bytes(self) -> int:
+        """Return the bytes of its KV in host memory, including blocks shared with a prefix cache."""
+        return sum(block.data.nbytes for layer in self.layers for block in layer.blocks)
+
+    def release(self) -> None:
+        """Release all blocks."""
+        for layer in self.layers:
+            layer.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +144,6 @@ class PrefillKV:
     values: Tensor
     queries: Mapping[int, Tensor]
     passed: Mapping[int, Tensor]
-
-    def of(self, row: Row) -> tuple[Tensor, Tensor]:
-        """Return keys and values [H, n, D] of a sequence's new tokens."""
-        return self.keys[row.row, :, row.places], self.values[row.row, :, row.places]
 
 
 class RecentQueries(dict[int, Tensor]):

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvthaw.cache.block_table import follow
 from kvthaw.cache.device_memory import DeviceBlocks
-from kvthaw.cache.host import HostStore
+from kvthaw.cache.host import HostStore, follow
+from kvthaw.cache.layer_base import LayerState
 from kvthaw.cache.placement import Placement
 from kvthaw.cache.pool import Slab
-from kvthaw.cache.state import LayerState
 from kvthaw.cache.step import Row
 from kvthaw.cache.streams import Streams
 from kvthaw.errors import HostMemoryError

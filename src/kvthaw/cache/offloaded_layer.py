@@ -23,13 +23,12 @@ from torch import Tensor
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import HostMemory
 from kvthaw.cache.index_api import IndexContext, Rotary
-from kvthaw.cache.layer_base import AttentionParams, LayerKV, LayerShape, PrefillKV, RecentQueries, attend_rows
+from kvthaw.cache.layer_base import AttentionParams, LayerKV, LayerShape, LayerState, PrefillKV, RecentQueries, attend_rows
 from kvthaw.cache.layer_storage import LayerStorage, copied
 from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.sparse_attention import HeldAttention, make_attention
-from kvthaw.cache.state import LayerState
 from kvthaw.cache.step import Row, Step
 from kvthaw.cache.streams import Streams
 from kvthaw.kernels.places import Newest

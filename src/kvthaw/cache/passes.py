@@ -15,9 +15,9 @@ from itertools import chain, starmap
 import torch
 from torch import Tensor
 
-from kvthaw.cache.block_table import follow
 from kvthaw.cache.device_layers import DenseLayer
 from kvthaw.cache.finite import check_prompts, mark
+from kvthaw.cache.host import follow
 from kvthaw.cache.host_memory import beyond
 from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.layer_base import AttentionParams, LayerKV, LayerShape, PrefillKV
@@ -71,65 +71,47 @@ def store(prompts: Sequence[tuple[OffloadedLayer, PrefillKV]]) -> None:
         alike.setdefault(kind, []).append((layer, new))
     for group in alike.values():
         rows = list(group[0][1].step.rows())  # none if all of its tokens are padding
-        if rows and len(group) > 1:
-            _store_alike(group, rows)
-        else:
-            for layer, new in group:
-                for row in rows:
-                    _store_one(layer, row, new)
+        for some in [rows] if len(group[0][1].keys) == 1 else [[row] for row in rows]:
+            if some:
+                _store(group, some)
         for layer, new in group:
             if layer.updater is not None:
                 first, ended = layer.slab.regions.first_indexed, rows if layer.sequences.ends_with(new.step) else ()
                 layer.updater.begin({row.seq: first(row.length) for row in ended}, new.passed)
 
 
-def _store_one(layer: OffloadedLayer, row: Row, new: PrefillKV) -> None:
-    """Store and index the new tokens of one sequence. Sink and ring then hold the rows as the store's format rounds them."""
-    (keys, values), own, past = new.of(row), layer.storage, row.past
-    keys, values = layer.store.format.rounded(keys, values)
-    rows = torch.stack((keys, values), dim=2)
-    _mark([layer], rows[None], [replace(row, start=0, stop=rows.shape[1])])
-    if row.seq in new.passed:
-        new.passed[row.seq][:, past:] = rows
-    if keys.shape[1] < _ENGINES:
-        offload_prompts([own], [replace(row, start=0, stop=keys.shape[1])], rows[None])
-    else:
-        own.up_to({row.seq: past})
-        with layer.streams.offloading([layer.store], rows):
-            layer.store.append(row.seq, rows[:, layer.store.length(row.seq) - past :], non_blocking=rows.is_cuda)
-    _index(layer, row, new, keys, values)
-    for begin, end in layer.slab.regions.held_of(past, row.length):
-        layer.slab.write(row.seq, begin, rows[:, begin - past : end - past])
+def _store(group: Sequence[tuple[OffloadedLayer, PrefillKV]], rows: Sequence[Row]) -> None:
+    """Store and index the KV of some sequences, all in one row of the step's tensors, in several layers at once.
 
-
-def _mark(layers: Sequence[OffloadedLayer], kv: Tensor, rows: Sequence[Row]) -> None:
+    Sinks and rings then hold the rows as the stores' format rounds them.
+    """
+    layers, own, tokens = [layer for layer, _ in group], rows[0].row, slice(rows[0].start, rows[-1].stop)
+    rows = [replace(row, start=row.start - tokens.start, stop=row.stop - tokens.start) for row in rows]  # without padding
+    parts = [each[own, :, tokens] for _, new in group for each in (new.keys, new.values)]
+    one, (heads, n, dim) = layers[0], parts[0].shape
+    kv = parts[0].new_empty((len(group), heads, n, 2, dim))
+    torch._foreach_copy_([part for each in kv for part in each.unbind(2)], parts)
     mark([layer.slab.tickets[:, 0] for layer in layers], kv, rows)
     for layer in layers:
         layer.unchecked = True
-
-
-def _index(layer: OffloadedLayer, row: Row, new: PrefillKV, keys: Tensor, values: Tensor) -> None:
-    """Index the new tokens of one sequence, [H, n, D], which are stored."""
-    if layer.updater is not None:
-        layer.updater.prompt(row, keys, values, new.queries[row.seq], new.step.remaining)
-
-
-def _store_alike(group: Sequence[tuple[OffloadedLayer, PrefillKV]], rows: Sequence[Row]) -> None:
-    """Store the KV of some sequences, all in one row of the step's tensors, in several layers at once, as
-    _store_one does in one."""
-    storages, begin = [layer.storage for layer, _ in group], rows[0].start  # padding comes before it
-    rows = [replace(row, start=row.start - begin, stop=row.stop - begin) for row in rows]
-    parts = [each[0, :, begin:] for _, new in group for each in (new.keys, new.values)]
-    format, (heads, tokens, dim) = storages[0].store.format, parts[0].shape
-    kv = parts[0].new_empty((len(group), heads, tokens, 2, dim))
-    torch._foreach_copy_([part for own in kv for part in own.unbind(2)], parts)
-    _mark([layer for layer, _ in group], kv, rows)
-    kv = format.decode(format.encode(kv))  # the rows as they are stored
-    offload_prompts(storages, rows, kv)
+    kv = one.store.format.decode(one.store.format.encode(kv))  # the rows as they are stored
     for row in rows:
-        for (layer, new), own in zip(group, kv, strict=True):
-            _index(layer, row, new, *own[:, row.places].unbind(2))
-    _hold([layer for layer, _ in group], rows, kv)  # last, because indexes read earlier tokens from the rings
+        for (_, new), each in zip(group, kv, strict=True):
+            if row.seq in new.passed:
+                new.passed[row.seq][:, row.past :] = each[:, row.places]
+    if n < _ENGINES or len(group) * len(rows) > 1:
+        offload_prompts([layer.storage for layer in layers], rows, kv)
+    else:
+        one.storage.up_to({rows[0].seq: rows[0].past})
+        with one.streams.offloading([one.store], kv):
+            start = one.store.length(rows[0].seq) - rows[0].past
+            one.store.append(rows[0].seq, kv[0, :, start:], non_blocking=kv.is_cuda)
+    for row in rows:
+        for (layer, new), each in zip(group, kv, strict=True):
+            if layer.updater is not None:
+                keys, values = each[:, row.places].unbind(2)
+                layer.updater.prompt(row, keys, values, new.queries[row.seq], new.step.remaining)
+    _hold(layers, rows, kv)  # last, because indexes read earlier tokens from the rings
 
 
 def _hold(layers: Sequence[OffloadedLayer], rows: Sequence[Row], kv: Tensor) -> None:
@@ -182,7 +164,7 @@ def renew(layers: Sequence[OffloadedLayer], sequences: Sequences, streams: Strea
     check_prompts(layers)
     if not sequences.paused:
         streams.prefetcher.release()
-    rings = sequences.rings()
+    rings = {seq: sequences.indexed(seq) for seq in range(sequences.count) if seq not in sequences.idle}
     for _, updater in updaters(layers):
         updater.renew(rings)
 
@@ -324,7 +306,7 @@ def look_ahead(layers: Sequence[OffloadedLayer], sequences: Sequences, since: in
     turns = layers[0].streams.layers * count
     steps = min(turns, max(1, store.block_size // 2, store.block_size - regions.buffer))
     begins = ((seq, sequences.length(seq) - regions.window - 1) for seq in range(count) if seq not in sequences.idle)
-    soon = sum(store.reserved(seq) < min(sequences.end(seq), begin + steps) for seq, begin in begins)
+    soon = sum(store.reserved(seq) < min(sequences.ends.get(seq, begin + steps), begin + steps) for seq, begin in begins)
     needs = _lacking_blocks(layers, soon)
     _pin(layers, {size: blocks for size, blocks in needs.items() if layers[0].streams.memory.short_of(blocks, size)})
     placed = {layer.number: layer for layer in layers if layer.storage.placement is not None}

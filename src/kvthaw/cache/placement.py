@@ -70,7 +70,8 @@ class Placement:
         if block is None:
             self._none = self.store.table.version, short
         elif self._move(block, self._to_host if short else self._to_device) and recalled is not None:
-            self._sample_recalls(recalled)
+            counts = count_by_block(recalled, self.store.block_size, self.store.table.on_cpu().shape[1])
+            self._recalls = Download(counts)  # on a GPU after the steps under way
         self.finish()
 
     def brought(self, block: Block) -> Block:
@@ -118,14 +119,8 @@ class Placement:
 
     def _warmest(self) -> Block | None:
         """Return the full block on the host that was selected most, the newest if several are equal."""
-        if self.store.table.all_on_device():
-            return None
         mine = [block for block in full_blocks(self.store) if not block.on_device and not block.moving]
         return max(reversed(mine), key=lambda block: block.recalls, default=None)
-
-    def _sample_recalls(self, recalled: Tensor) -> None:
-        """Count the selected rows by block, [B, blocks] int32; on a GPU after the steps under way."""
-        self._recalls = Download(count_by_block(recalled, self.store.block_size, self.store.table.on_cpu().shape[1]))
 
     def _count_recalls(self) -> None:
         """Set each block's recalls to the mean of the old value and the new count."""

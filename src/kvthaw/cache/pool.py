@@ -130,14 +130,9 @@ class Residency:
         """Return `counts` as numbers. Waits for the device."""
         return Counted(*self.counts.tolist())
 
-    @property
-    def capacity(self) -> int:
-        """Number of rows that the tables have room for."""
-        return self.row_slot.shape[2] - 1
-
     def grow(self, length: int) -> None:
         """Make room for rows 0 .. length - 1. Tables grow by doubling."""
-        have = self.capacity
+        have = self.row_slot.shape[2] - 1
         if length > have:
             shape = (*self.row_slot.shape[:2], max(length, 2 * have, 256) + 1)
             grown = torch.full(shape, -1, dtype=self.row_slot.dtype, device=self.device)

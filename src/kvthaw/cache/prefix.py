@@ -14,7 +14,7 @@ from kvthaw.cache.device_layers import DenseLayer
 from kvthaw.cache.host_memory import Block, available_host_memory
 from kvthaw.cache.index_api import RECENT_QUERIES
 from kvthaw.cache.kv_cache import KVCache
-from kvthaw.cache.layer_base import LayerShape
+from kvthaw.cache.layer_base import IndexState, LayerShape, LayerState
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.prefix_kept import (
     FULL,
@@ -29,7 +29,6 @@ from kvthaw.cache.prefix_kept import (
     refusal,
 )
 from kvthaw.cache.prefix_tree import Node, PrefixTree
-from kvthaw.cache.state import IndexState, LayerState
 from kvthaw.cache.step import Step
 from kvthaw.errors import CacheError, ConfigError, HostMemoryError, at_least
 from kvthaw.formatting import read_bytes

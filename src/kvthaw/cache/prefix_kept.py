@@ -20,10 +20,9 @@ from torch import Tensor
 from kvthaw.cache.device_layers import DenseLayer
 from kvthaw.cache.host_memory import Block, HostMemory, as_bytes
 from kvthaw.cache.kv_cache import KVCache
-from kvthaw.cache.layer_base import LayerShape
+from kvthaw.cache.layer_base import IndexState, LayerShape
 from kvthaw.cache.passes import updaters
 from kvthaw.cache.prefix_tree import Node, common
-from kvthaw.cache.state import IndexState
 from kvthaw.errors import CacheError, HostMemoryError
 
 

@@ -121,18 +121,9 @@ class Retriever:
         """Whether no row is fetched to the pool, because every block lies on the device."""
         return self.reads_blocks and not self.streams.device.spills
 
-    def search(self, queries: Tensor) -> list[Future[Selection]]:
-        """Start selecting rows for queries [B, Hq, T, D], if the index works on the host. Does not wait for the queries to arrive
-        there.
-
-        Returns a future for each of the T tokens, or none.
-        """
-        return []
-
     def predict(self, queries: Tensor, searched: int) -> None:
         """Set `predicted`. An index on the host begins to search for the first `searched` tokens."""
         self.drop_predicted()
-        self.searches = self.search(queries[:, :, :searched]) if searched else []
         self.predicted = queries
 
     def drop_predicted(self) -> None:
@@ -333,7 +324,15 @@ class HostRetriever(Retriever):
         super().widen(rows)
         self._buffers.clear()
 
+    def predict(self, queries: Tensor, searched: int) -> None:
+        super().predict(queries, searched)
+        self.searches = self.search(queries[:, :, :searched]) if searched else []
+
     def search(self, queries: Tensor) -> list[Future[Selection]]:
+        """Start selecting rows for queries [B, Hq, T, D], T > 0. Does not wait for them to arrive on the host.
+
+        Returns a future for each of the T tokens.
+        """
         here, sent = to_host(queries)
         changes, select = [job for job, _ in self._jobs], torch.no_grad()(super()._select)  # which holds for one thread
         found = [self.streams.search(sent, changes, partial(select, query)) for query in here.unbind(2)]

@@ -155,10 +155,6 @@ class Sequences:
         self.__dict__.update(own)
         self.changed()
 
-    def end(self, seq: int) -> int:
-        """Return the most tokens that a sequence will have; a large number if that is unknown."""
-        return self.ends.get(seq, 1 << 60)
-
     def changed(self) -> None:
         """Count a change other than decoded tokens. What layers and captured steps knew is void."""
         self.version += 1
@@ -222,10 +218,6 @@ class Sequences:
         length: at this length of the sequence; None: its current length.
         """
         return self.regions.indexed(self.ring_start[seq], self.length(seq) if length is None else length)
-
-    def rings(self) -> dict[int, int]:
-        """Return where the ring of each sequence that is not idle begins."""
-        return {seq: self.indexed(seq) for seq in range(self.count) if seq not in self.idle}
 
     def held_at(self, seq: int, length: int) -> int:
         """Return how many tokens sink and ring hold at a length."""

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvthaw.cache.choice import BulkCopy, Choice, UvaGather, fetch_choice
+from kvthaw.cache.choice import BulkCopy, Choice, UvaGather
 from kvthaw.cache.index_api import IndexContext, Method, Transfer
 from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.layer_base import AttentionParams, RecentQueries
@@ -78,13 +78,17 @@ class SparseAttention(HeldAttention):
         self.retriever, self.transfer, self.updater = retriever, transfer, updater
 
     def _rows(self, step: Step | None, t: int, query: Tensor, attention: AttentionParams) -> Rows:
-        retriever, how = self.retriever, dict[str, Any]()
+        retriever, transfer, slab, how = self.retriever, self.transfer, self.storage.slab, dict[str, Any]()
         if self.updater is None:
-            choice, own = retriever.choices[t].followed, None
+            choice = retriever.choices[t].followed
         else:
             longest = self.sequences.longest if step is None else step.start + t + 1 - min(step.left_pad)
-            choice, own = retriever.choose(query, longest, t), retriever.index
-        fetch_choice(self.transfer, choice, self.storage.store, self.storage.slab, own)
+            choice = retriever.choose(query, longest, t)
+        if choice.slots is not None and choice.fetch is not None:
+            slots, fetch = choice.host if choice.host and not transfer.graph_safe else (choice.slots, choice.fetch)
+            transfer.fetch(self.storage.store, slab, fetch, slots)
+            if self.updater is not None and retriever.index.traits.rebuilds:
+                retriever.index.rebuild(slab, choice.fetch, choice.slots)
         selection, reads = choice.selection, retriever.reads_blocks
         if selection.partial is not None:
             if attention.softcap is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from kvthaw.cache.state import SequenceState
+from kvthaw.cache.layer_base import SequenceState
 from kvthaw.engine.grammar import Matcher
 from kvthaw.engine.logprobs import TokenLogprobs
 from kvthaw.engine.sampling import GREEDY, Sampling

@@ -13,8 +13,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kvthaw.cache.deferred_batch import AuxStream
 from kvthaw.cache.index_api import IndexContext
+from kvthaw.cache.streams import AuxStream
 from kvthaw.index.draws import stream
 from kvthaw.index.target import Full, Target
 from kvthaw.index.unit_counts import Seq

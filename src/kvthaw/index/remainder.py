@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvthaw.cache.deferred_batch import AuxStream
 from kvthaw.cache.index_api import Index, IndexContext, Selection
+from kvthaw.cache.streams import AuxStream
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.index.around import AroundIndex
 from kvthaw.index.tables import Column, TablesOnDevice

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvthaw.cache.deferred_batch import AuxStream, SpreadWork
+from kvthaw.cache.streams import AuxStream, SpreadWork
 from kvthaw.kernels.observe import log_sums, mass
 from kvthaw.kernels.page_bounds import Spread, page_bounds
 

@@ -9,8 +9,8 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
-from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.cache.index_api import IndexContext, Tables
+from kvthaw.cache.streams import DeferredBatch
 
 Held = tuple[dict[str, Tensor], list[Any]]
 """A sequence's row of each column, in host memory, and its items of the lists."""

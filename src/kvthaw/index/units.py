@@ -14,8 +14,8 @@ from typing import Any, Self, get_args
 import torch
 from torch import Tensor
 
-from kvthaw.cache.deferred_batch import AuxStream
 from kvthaw.cache.index_api import Index, IndexContext, Selection, Traits
+from kvthaw.cache.streams import AuxStream
 from kvthaw.errors import one_of
 from kvthaw.index.tables import Column, Held, TablesOnDevice
 from kvthaw.index.target import Full, Target

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvthaw.cache.deferred_batch import AuxStream, DeferredBatch
 from kvthaw.cache.index_api import IndexContext, Method
+from kvthaw.cache.streams import AuxStream, DeferredBatch
 from kvthaw.errors import CacheError, ConfigError, ContractError
 from kvthaw.methods import resolve
 from kvthaw.methods.options import digest

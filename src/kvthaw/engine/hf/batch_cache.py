@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from kvthaw.cache.index_api import Method
-from kvthaw.cache.state import SequenceState
+from kvthaw.cache.layer_base import SequenceState
 from kvthaw.engine.hf.cache import Cache
 from kvthaw.engine.hf.hooks import turns_by_length
 from kvthaw.engine.hf.layer import CacheLayer, Layers

@@ -26,9 +26,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from kvthaw.cache.device_layers import DenseLayer
 from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.kv_cache import KVCache
-from kvthaw.cache.layer_base import LayerShape
+from kvthaw.cache.layer_base import IndexState, LayerShape, LayerState
 from kvthaw.cache.offloaded_layer import OffloadedLayer
-from kvthaw.cache.state import IndexState, LayerState
 from kvthaw.cache.step import Step
 from kvthaw.engine.hf import tensor_file
 from kvthaw.engine.hf.attention import unwrap
