@@ -204,8 +204,11 @@ class Chooser:
 
     def _reason(self, lengths: Sequence[int]) -> str | None:
         """Return why sequences of these lengths need other layers than the ones in force, else None."""
-        reason = self._too_many(lengths) or self._spilled()
-        return reason or (None if self.in_blocks else self._too_large(max(lengths)))
+        if (reason := self._too_many(lengths)) is not None or not self.in_blocks:
+            return reason or self._too_large(max(lengths))
+        if self.settings.ranks.least(not self._spills()):  # which may differ between processes
+            return None
+        return f"device_memory is {human(self.streams.device.bytes)}, which has no room for all blocks of full attention"
 
     def _fits_in_blocks(self, lengths: Sequence[int]) -> bool:
         """Return whether full attention can continue in blocks although its tensors do not fit. Only possible before the first
@@ -245,12 +248,6 @@ class Chooser:
         """Return whether blocks of full attention lie on the host because the device is full."""
         layers = (layer for layer in self.offloaded if layer.attends_to_all)
         return any(one.store.table.some_on_host and not one.store.allocator.room for one in layers)
-
-    def _spilled(self) -> str | None:
-        """Return a reason if blocks of full attention lie on the host for lack of device memory, else None."""
-        if not self.in_blocks or self.settings.ranks.least(not self._spills()):  # which may differ between processes
-            return None
-        return f"device_memory is {human(self.streams.device.bytes)}, which has no room for all blocks of full attention"
 
     def _too_large(self, longest: int) -> str | None:
         """Return a reason if the KV of all sequences at their capacity does not fit the device, else None."""

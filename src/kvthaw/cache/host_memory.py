@@ -260,10 +260,9 @@ class Block:
         twin.recalls = self.recalls
         return twin
 
-    def release(self) -> bool:
-        """Remove one owner. Returns whether none is left."""
+    def release(self) -> None:
+        """Remove one owner."""
         self._owners.pop()
-        return not self._owners
 
 
 class BlockAllocator:
