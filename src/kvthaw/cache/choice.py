@@ -41,8 +41,7 @@ class Choice:
 
     @property
     def followed(self) -> Choice:
-        """The choice for a layer that follows an anchor: rows and slots. Weights and partials are dropped, as they depend on
-        the anchor's keys."""
+        """The choice for a follower: rows and slots. Weights and partials depend on the anchor's keys."""
         return replace(self, selection=Selection(self.selection.rows, self.selection.counts))
 
 
@@ -62,8 +61,7 @@ class HostSelectionBuffer:
         self.answer = host_tensor((sum(self._bytes),), torch.uint8, pinned=pinned)
 
     def parts(self, answer: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Split an answer into a selection and a choice: rows [B, H, M], counts [B, H]; slots, fetch [B, H, M], live [B, H,
-        C]."""
+        """Split an answer: rows [B, H, M] and counts [B, H] of a selection; slots, fetch [B, H, M], live [B, H, C] of a choice."""
         pieces = zip(answer.split(self._bytes), self._parts, strict=True)
         rows, counts, slots, fetch, live = (piece.view(dtype).view(size) for piece, (size, dtype) in pieces)
         return rows, counts, slots, fetch, live

@@ -211,8 +211,7 @@ class Chooser:
         return f"device_memory is {human(self.streams.device.bytes)}, which has no room for all blocks of full attention"
 
     def _fits_in_blocks(self, lengths: Sequence[int]) -> bool:
-        """Return whether full attention can continue in blocks although its tensors do not fit. Only possible before the first
-        token."""
+        """Return whether full attention can continue in blocks where its tensors do not fit; only before the first token."""
         return not (self.in_blocks or self.sequences.padded_length or self._too_many(lengths) or self._too_many_blocks())
 
     def _choose(self, lengths: Sequence[int]) -> None:
@@ -345,8 +344,7 @@ class Chooser:
                 device.trim(self.crossing.device)
 
     def _check_memory(self, lengths: Sequence[int]) -> None:
-        """Raise HostMemoryError if blocks for these tokens fit neither the device, once full attention's KV is freed, nor the
-        host."""
+        """Raise HostMemoryError if blocks for these tokens fit neither the host nor the device without full attention's KV."""
         settings, device = self.settings, self.streams.device
         blocks, short = sum(-(-n // settings.block_size) for n in lengths), 0
         for i, layer in self.by_method.items():
@@ -380,10 +378,7 @@ def offloaded_numbers(settings: Settings, numbers: Sequence[int], depth: int) ->
 def make_layers(
     settings: Settings, numbers: Sequence[int], depth: int, windows: Mapping[int, Span], sequences: Sequences, streams: Streams
 ) -> list[Layer]:
-    """Return the layers of a cache in order. Arguments as for KVCache.
-
-    An anchor leads the offloaded layers up to the next anchor. The first layer of a window's span leads the others.
-    """
+    """Return the layers of a cache in order. An anchor leads to the next one, the first layer of a window's span all others."""
     method, offloaded = settings.method, offloaded_numbers(settings, numbers, depth)
     layers, leader, leaders = list[Layer](), None, dict[Span, WindowLayer]()
     for i in sorted((*numbers, *windows)):

@@ -52,10 +52,7 @@ class DeviceLayer(LayerKV):
 
 
 class DenseLayer(DeviceLayer):
-    """KV of one layer, [B, H, capacity, 2, D], each sequence from its first token on; see LayerKV.
-
-    Tokens behind a sequence's length are never read, so a failed step needs no cleanup.
-    """
+    """KV of one layer, [B, H, capacity, 2, D], by position; see LayerKV. Tokens behind a sequence's length are never read."""
 
     attends_to_all = True
 
@@ -94,10 +91,7 @@ class DenseLayer(DeviceLayer):
         return [self._data, self._tickets] if self._allocated else []
 
     def offloaded(self, block_size: int, format: RowFormat) -> HostStore:
-        """Return a host store with this layer's full blocks, which forks share. No sequence writes into a full block.
-
-        The rows are copied once, and this call waits for that. The store is kept until this layer's rows change.
-        """
+        """Return a host store with the full blocks, which forks share, until this layer's rows change. Waits for the copies."""
         data, store = self._data, self._offloaded
         if store is None or (store.block_size, store.format) != (block_size, format):
             count, (heads, dim), pinned = self.sequences.count, (data.shape[1], data.shape[4]), data.is_cuda

@@ -42,10 +42,7 @@ def _available(device: torch.device) -> tuple[int, int]:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Disable garbage collection.
-
-    A capture fails if an earlier graph is destroyed meanwhile.
-    """
+    """Disable garbage collection. A capture fails if an earlier graph is destroyed meanwhile."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -192,10 +189,7 @@ class _Pool:
 
 
 class DeviceBlocks:
-    """Allocate the blocks of one layer on the device, in chunks with fixed addresses.
-
-    A freed block is reused after all work that may read it. Layers share no chunk, so each can return its memory alone.
-    """
+    """Blocks of one layer on the device, in chunks of its own. A freed block is reused after all work that may read it."""
 
     def __init__(
         self, memory: DeviceMemory, layer: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device

@@ -63,10 +63,7 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """Checkpoints of a cache's layers for the latest step of several tokens.
-
-    They roll back a step that failed, and candidates of assisted decoding that crop() rejects.
-    """
+    """Checkpoints before a step of several tokens, which roll it back if it fails or crop() rejects its candidates."""
 
     def __init__(self, sequences: Sequences) -> None:
         self._sequences = sequences
@@ -208,8 +205,7 @@ class Forward:
         self._commit(step)
 
     def _store(self, layer: LayerKV, new: PrefillKV | None) -> None:
-        """Store the KV of a layer's prefill. Short prompts wait for other layers: many layers are then stored in few
-        launches."""
+        """Store the KV of a layer's prefill. Short prompts wait for other layers, to be stored in few launches."""
         if new is not None and isinstance(layer, OffloadedLayer):
             self._unstored.append((layer, new))
         if layer is self.layers[-1] or (self._unstored and not passes.wait(self._unstored)):
@@ -340,8 +336,7 @@ class Forward:
         )
 
     def before_step(self) -> None:
-        """Run all host-side work that the next decode step needs. Idempotent. Afterwards a graph-safe step runs on the device
-        alone."""
+        """Run all host-side work of the next decode step. Idempotent. A graph-safe step then runs on the device alone."""
         if not self.needs_host():
             return
         self.finish_clear()

@@ -337,8 +337,7 @@ class HostStore:
                 stream_definition([block.data for block in self.table.blocks[seq]], start, keys, self.format)
 
     def gather(self, rows: Tensor, out: Tensor) -> tuple[int, Tensor]:
-        """Wait until all rows are in place, and gather rows [B, H, M] int32 of the first B sequences in stored form, as
-        `kvthaw.native.gather_rows` does."""
+        """Wait for all rows, and gather rows [B, H, M] int32 of the first B sequences as `kvthaw.native.gather_rows` does."""
         self.wait()
         return gather_rows(self.table.on_cpu()[: len(rows)], self.block_size, rows, out)
 

@@ -35,10 +35,7 @@ def check_host_memory(need: int, limit: int | None) -> None:
 
 
 def release_freed_memory() -> None:
-    """Return freed memory that the C library still holds to the system, if it is glibc. It takes milliseconds.
-
-    glibc keeps an arena per thread, and after some large tensors it no longer returns even larger ones by itself.
-    """
+    """Return memory to the system that glibc still holds after tensors were freed. It takes milliseconds."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
@@ -123,8 +120,7 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 
 class _Used:
-    """Bytes in use. The tensors' finalizers refer only to this object: whatever they referred to would live as long as the
-    tensors."""
+    """Bytes in use. The tensors' finalizers refer only to this object, since what they refer to lives as long as the tensors."""
 
     def __init__(self) -> None:
         self.bytes, self.lock = 0, threading.RLock()
@@ -183,10 +179,7 @@ class HostMemory:
         return data
 
     def prepare(self, count: int, size: int, *, pinned: bool) -> None:
-        """Pin memory for `count` blocks of `size` bytes, on several threads. allocate() then returns it.
-
-        Pins part of the same amount for every other layer too, as they will ask next.
-        """
+        """Pin memory for `count` blocks of `size` bytes, and part of that for each other layer, which will ask next."""
         soon = count * len(self.allocators)
         if self.limit is not None:
             room = (self.limit - self.used) // held_bytes(size, pinned=pinned)

@@ -205,10 +205,7 @@ class IndexUpdater:
         return next((t for t, changed in enumerate(changes) if changed), tokens)
 
     def predict(self, queries: Tensor) -> None:
-        """Select with these queries, [B, Hq, T, D], for the next T tokens instead of their own.
-
-        An index on the host is searched at once, concurrently with the layer before, for the tokens before it changes.
-        """
+        """Select with queries [B, Hq, T, D] for the next T tokens instead of their own. An index on the host begins at once."""
         on_host = self.retriever.index.traits.on_host
         self.retriever.predict(queries, self.undisturbed(queries.shape[2]) if on_host else 0)
 
@@ -259,10 +256,7 @@ class IndexUpdater:
             self._append([row.seq], keys[None], values[None], queries[None])
 
     def export(self, seq: int) -> IndexState | None:
-        """Return the index's state of a sequence in host memory; None if the sequence is stale.
-
-        Raises CacheError if the index cannot be exported.
-        """
+        """Return the index's state of a sequence in host memory; None if it is stale. Raises CacheError if it cannot be."""
         if self.is_stale(seq):
             return None
         self.retriever.wait()

@@ -62,8 +62,7 @@ class KVCache(Forward):
 
     @contextmanager
     def _for_one(self) -> Iterator[None]:
-        """Context in which one sequence changes. What is known of the next step stays, since it holds for the others, whose
-        padded length may change."""
+        """Context in which one sequence changes. What is known of the next step holds for the others and stays."""
         before, length = self.sequences.known, self.sequences.padded_length
         yield
         self.sequences.known.prepared = before.prepared
@@ -177,10 +176,7 @@ class KVCache(Forward):
             self.append_stored_prompt(sequences.padded_length, list(sequences.left_pad), fill)
 
     def join(self, others: Sequence[KVCache]) -> None:
-        """Move the tokens of other dense caches into this empty one, their sequences in order.
-
-        At most one layer is in memory twice. The other caches are empty afterwards.
-        """
+        """Move the tokens of other dense caches, which are then empty, into this empty one. At most one layer is there twice."""
         rows = [(other, seq) for other in others for seq in range(other.sequences.count)]
         self.sequences.adopt([other.sequences.length(seq) for other, seq in rows])
         step = Step(0, self.sequences.padded_length, tuple(self.sequences.left_pad), frozenset())
@@ -230,10 +226,7 @@ class KVCache(Forward):
 
 
 def _clone(layer: OffloadedLayer | DenseLayer, step: Step, other: Layer) -> None:
-    """Copy the tokens of another cache's layer, which are the step's tokens.
-
-    Rows that the other layer has on the host are shared. An index that would be the same is copied instead of built.
-    """
+    """Copy the tokens of another cache's layer, which are the step's. Shares its rows on the host, and an equal index."""
     if isinstance(other, WindowLayer):
         raise CacheError(f"layer {other.number} keeps {other.span.size} tokens, so its cache cannot be forked")
     if isinstance(other, OffloadedLayer):

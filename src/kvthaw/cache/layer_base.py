@@ -57,10 +57,7 @@ class LayerState:
     index: IndexState | None = None
 
     def on_host(self, memory: HostMemory) -> LayerState:
-        """Return this state in host memory, and release this one. Copies from a GPU are only enqueued.
-
-        Raises HostMemoryError.
-        """
+        """Return this state in host memory, and release this one. Copies are only enqueued. Raises HostMemoryError."""
         try:
             blocks = [block.copied(memory) if block.on_device else block for block in self.blocks]
             blocks = [block.share() for block in blocks]
@@ -247,12 +244,10 @@ class LayerKV(Protocol):
         """
 
     def attend_again(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
-        """Attend with the queries of another layer that shares these keys, for the step's last tokens. The layer already has
-        the keys."""
+        """Attend with queries of the step's last tokens, by another layer that shares the keys. The layer has these already."""
 
     def append(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> PrefillKV | None:
-        """Append tokens as prefill() does, without attention. Returns the KV that KVCache must store; None if the layer has
-        stored it."""
+        """Append tokens as prefill() does, without attention. Returns what prefill() returns second."""
 
     def before_step(self) -> None:
         """Run all host-side work that the next decode step needs, except for full rings. Idempotent."""

@@ -117,10 +117,7 @@ class Placement:
     # Which block
 
     def _coldest(self) -> Block | None:
-        """Return the full block on the device that was selected least, the oldest if several are equal.
-
-        Blocks shared with another cache stay, because moving them would free nothing.
-        """
+        """Return the full block on the device that was selected least, the oldest of several; not one that another cache shares."""
         mine = [block for block in full_blocks(self.store, alone=True) if block.on_device and not block.moving]
         return min(mine, key=lambda block: block.recalls, default=None)
 

@@ -102,8 +102,7 @@ class OffloadedLayer(LayerKV):
         return self.slab.data.nbytes + self.store.nbytes(on_device=True)
 
     def fixed_bytes(self) -> int:
-        """Return the bytes on the device apart from blocks: the slab and, in a layer that selects, the index without rotary
-        tables."""
+        """Return the bytes on the device apart from blocks: the slab, and a selecting layer's index without rotary tables."""
         data, own = self.slab.data, self.own
         if own is None:
             return data.nbytes
@@ -246,15 +245,13 @@ class OffloadedLayer(LayerKV):
 
     @property
     def can_run_ahead(self) -> bool:
-        """Whether rollback() undoes run_ahead() exactly. An index on the host can drop the tokens again; its tree's shape may
-        differ."""
+        """Whether rollback() undoes run_ahead() exactly. A tree on the host that drops the tokens may have another shape."""
         if self.on_host:
             return not self.asked_again
         return self.own is None or self.own.index.reversible
 
     def before_step(self) -> None:
-        """Prepare for the next step; see LayerKV. A step of one token then runs on the device alone if the index is
-        graph-safe."""
+        """Prepare for the next step; see LayerKV. If the index is graph-safe, one token then runs on the device alone."""
         if self.updater is not None:
             self.updater.trim_queries()
         self.storage.order()
@@ -264,8 +261,7 @@ class OffloadedLayer(LayerKV):
         self.storage.update_table()
 
     def grow(self) -> None:
-        """Make room for the capacity of the sequences, in a layer that has had a prompt. A budget that is a share of the length
-        then gives more rows."""
+        """Make room for the capacity of the sequences after the first prompt. A budget that is a share then gives more rows."""
         if self.plan is None or self.room >= self.sequences.capacity:
             return
         self.streams.device.allocate(self.slab.data.device, partial(self._grow, self.plan))

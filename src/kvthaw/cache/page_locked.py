@@ -32,8 +32,7 @@ _THREADS = 8
 
 
 def locked_bytes(size: int) -> int:
-    """Return the bytes that are pinned for a tensor of `size` bytes: whole huge pages, or a power of two up to half a huge
-    page, as torch does."""
+    """Return the pinned bytes of a tensor of `size` bytes: whole huge pages, or up to half a page a power of two, as in torch."""
     return -(-size // HUGE) * HUGE if size > HUGE // 2 else 1 << (size - 1).bit_length()
 
 
@@ -253,8 +252,7 @@ class PageLocked:
 
 
 def _devices_in_use() -> list[int]:
-    """Return the devices that this process uses already. A thread's current device may be another, on which it would create a
-    context."""
+    """Return the devices that this process uses. A thread's current device may be another, where it would create a context."""
     if not torch.cuda.is_available():
         return []
     used = getattr(torch._C, "_cuda_hasPrimaryContext", lambda number: number == torch.cuda.current_device())

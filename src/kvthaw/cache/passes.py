@@ -81,10 +81,7 @@ def store(prompts: Sequence[tuple[OffloadedLayer, PrefillKV]]) -> None:
 
 
 def _store(group: Sequence[tuple[OffloadedLayer, PrefillKV]], rows: Sequence[Row]) -> None:
-    """Store and index the KV of some sequences, all in one row of the step's tensors, in several layers at once.
-
-    Sinks and rings then hold the rows as the stores' format rounds them.
-    """
+    """Store and index the KV of sequences in one row of the step's tensors, in several layers. Rings get the rows as stored."""
     layers, own, tokens = [layer for layer, _ in group], rows[0].row, slice(rows[0].start, rows[-1].stop)
     rows = [replace(row, start=row.start - tokens.start, stop=row.stop - tokens.start) for row in rows]  # without padding
     parts = [each[own, :, tokens] for _, new in group for each in (new.keys, new.values)]
@@ -170,10 +167,7 @@ def renew(layers: Sequence[OffloadedLayer], sequences: Sequences, streams: Strea
 
 
 def flush(layers: Sequence[OffloadedLayer], leaving: Sequence[Leaving]) -> bool:
-    """Offload and index the tokens that leave rings, in one kernel for layers that agree. Idempotent.
-
-    Returns whether all is done. Stale sequences are left out.
-    """
+    """Offload and index the tokens that leave rings, in few kernels. Idempotent. Returns False if sequences are stale."""
     alike: dict[tuple[tuple[Span, ...], Hashable], list[OffloadedLayer]] = {}
     for layer in layers if leaving else ():
         layer.storage.finish_moves()
@@ -221,10 +215,7 @@ def _work_ahead(layers: Sequence[OffloadedLayer], spans: Sequence[Span]) -> None
 
 
 def take_effect(layers: Sequence[OffloadedLayer], leaving: Sequence[Leaving]) -> None:
-    """Publish changes that indexes have prepared, before tokens leave rings, so that the indexes can undo these appends.
-
-    Skips sequences whose tokens were appended ahead of the step. If this fails, flush() does it.
-    """
+    """Publish changes that indexes have prepared, so that they can undo the coming appends. If this fails, flush() does it."""
     with suppress(Exception):
         for _, updater in updaters(layers):
             updater.retriever.index.take_effect([seq for seq, _, stop in leaving if updater.indexed(seq) < stop])
@@ -344,8 +335,7 @@ def _pin(layers: Sequence[OffloadedLayer], needs: Mapping[int, int]) -> None:
 
 
 def follow_blocks(layers: Sequence[OffloadedLayer]) -> None:
-    """Copy the addresses of all layers' new blocks to the device in one copy. Separate copies would each wait for KV in
-    transfer."""
+    """Copy the addresses of all layers' new blocks to the device at once. Each copy waits for KV in transfer."""
     own = [layer.storage for layer in layers if layer.storage.tabled]
     if own:
         follow([each.store.table for each in own], own[0].slab.data.device)

@@ -301,8 +301,7 @@ class PrefixCache:
     # Inside
 
     def _own(self, kv: KVCache, salt: str) -> str:
-        """Return a prompt's salt, extended if the model now computes prompts differently than the first, as under another
-        adapter."""
+        """Return a prompt's salt, extended if the model computes otherwise than for the first, as under another adapter."""
         now = "" if kv.origin is None else kv.origin()
         return salt if now == self._first else f"{now} {salt}"
 
@@ -387,8 +386,7 @@ class PrefixCache:
         return path[: -(-tokens // self._tree.block_size)], tokens
 
     def _in_memory(self, kv: KVCache, path: list[Node]) -> list[Node]:
-        """Read the missing nodes of a path from the file, as if used now. Returns the path up to the first that is
-        unavailable."""
+        """Read the missing nodes of a path from the file, as if used now. Returns the path up to the first that is lost."""
         if not path:
             return path
         self._tree.touch(path[-1])

@@ -221,8 +221,7 @@ class PrefixBlocks:
             self.slots[node] = self.file.write([blocks[node].data for blocks in self.layers.values()])
 
     def read(self, nodes: Sequence[Node], memory: HostMemory) -> tuple[int, Exception | None]:
-        """Read nodes from the file into memory. Returns how many of the first ones succeeded, and the error that stopped it,
-        if any."""
+        """Read nodes from the file into memory. Returns how many of the first ones succeeded, and the error that ended it."""
         coming, error = list[tuple[Node, dict[int, Block], Future[None]]](), None
         with ThreadPoolExecutor(2) as threads:  # concurrent with pinning
             try:

@@ -72,10 +72,7 @@ class PrefixTree:
         self._roots: dict[str, Node] = {}
 
     def match(self, ids: Tensor, salt: str) -> tuple[list[Node], int]:
-        """Return the nodes of a prompt's [T] longest prefix in the tree, and how many of its tokens they hold.
-
-        The last node may continue differently.
-        """
+        """Return the nodes of a prompt's [T] longest prefix, the last of which may continue differently, and its tokens."""
         path: list[Node] = []
         node, done = self._roots.get(salt), 0
         for block in ids.split(self.block_size):

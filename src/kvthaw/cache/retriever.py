@@ -329,10 +329,7 @@ class HostRetriever(Retriever):
         self.searches = self.search(queries[:, :, :searched]) if searched else []
 
     def search(self, queries: Tensor) -> list[Future[Selection]]:
-        """Start selecting rows for queries [B, Hq, T, D], T > 0. Does not wait for them to arrive on the host.
-
-        Returns a future for each of the T tokens.
-        """
+        """Start selecting rows for queries [B, Hq, T, D], T > 0, once they are on the host. Returns a future for each token."""
         here, sent = to_host(queries)
         changes, select = [job for job, _ in self._jobs], torch.no_grad()(super()._select)  # which holds for one thread
         found = [self.streams.search(sent, changes, partial(select, query)) for query in here.unbind(2)]
@@ -366,10 +363,7 @@ class HostRetriever(Retriever):
         return Choice(selection, *buffer.parts(here.to(query.device, non_blocking=True))[2:], (slots, fetch))
 
     def _recorded(self, query: Tensor, graph: SegmentedGraph) -> Choice:
-        """Record a choice made on the host between two graphs.
-
-        The first graph writes the query to a pinned buffer. The second reads the choice from another buffer.
-        """
+        """Record a choice on the host: a graph writes the query to a pinned buffer, the next reads the choice from another."""
         seqs = query.shape[0]
         selection_buffer = self.buffer(seqs)
         here = selection_buffer.parts(selection_buffer.answer)

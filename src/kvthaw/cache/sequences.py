@@ -231,10 +231,7 @@ class Sequences:
         return at == self.known.full or (at > self.known.full and bool(self.leaving(taken)))
 
     def leaving(self, taken: int = 0) -> list[tuple[int, int, int]]:
-        """Return (sequence, start, stop) for every ring that is full after `taken` more tokens.
-
-        The positions start .. stop leave the ring with the next token.
-        """
+        """Return (sequence, start, stop) of the tokens that leave rings with the next token, after `taken` more tokens."""
         regions, found = self.regions, []
         for seq, (start, left) in enumerate(zip(self.ring_start, self.left_pad, strict=True)):
             length = self.padded_length + taken - left
@@ -452,17 +449,13 @@ class Sequences:
         self.known.placed = step, token
 
     def place_before_step(self, device: torch.device) -> None:
-        """Set the device's lengths to the committed ones, and its ring starts as of the next token.
-
-        A captured step advances the lengths itself. Does nothing if they are set already.
-        """
+        """Set the device's lengths to the committed ones, which a captured step advances, and ring starts as of the next token."""
         if self.known.placed != (self.padded_length, device):
             self._set(self._live_lengths(), device, coming=1)
             self.known.placed = self.padded_length, device
 
     def place_again(self, step: Step, device: torch.device) -> None:
-        """Set the device's lengths as after the last token of the latest step, committed or not, for layers that reuse another
-        layer's keys."""
+        """Set the device's lengths as after the latest step's last token, for layers that share another layer's keys."""
         if self.step is step:
             self.place(step, step.tokens - 1, device)
         else:

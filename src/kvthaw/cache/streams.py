@@ -49,8 +49,7 @@ class DeferredBatch:
     def defer(
         self, owner: object, kind: Hashable, work: Callable[[Sequence[Any]], None], item: Any, seqs: Iterable[int] = ()
     ) -> None:
-        """Queue an item that belongs to `seqs`. work(items) later runs once for all items of a kind, after the owner's earlier
-        work."""
+        """Queue an item of `seqs`. work(items) runs once for all items of a kind, later than the owner's earlier work."""
         kinds = list(self._waiting)
         if kind in kinds and owner in self.owners and kinds.index(self.owners[owner]) > kinds.index(kind):
             self.flush()
@@ -77,8 +76,7 @@ class DeferredBatch:
         self.lost.clear()
 
     def once(self, key: Hashable, make: Callable[[], _Made]) -> _Made:
-        """Return make(), cached per key. The eight latest keys are kept. The result is read-only and used on the current
-        stream."""
+        """Return make(), cached for the eight latest keys. The result is read-only and used on the current stream."""
         if key not in self._made:
             if len(self._made) == _KEPT:
                 del self._made[next(iter(self._made))]
@@ -106,10 +104,7 @@ class SpreadWork:
 
 
 class AuxStream:
-    """One side stream per device for all layers of a cache, created on first use.
-
-    Work on it runs in order, so it takes the memory of one layer at a time.
-    """
+    """One side stream per device for all layers of a cache. Its work runs in order, with memory for one layer at a time."""
 
     def __init__(self, made: list[torch.cuda.Stream] | None = None) -> None:
         self._made = [] if made is None else made  # streams of the cache, this one's included
@@ -252,10 +247,7 @@ class Streams:
 
     @contextmanager
     def beside(self, device: torch.device) -> Iterator[None]:
-        """Context in which the copy stream is the current stream, after all work enqueued so far; nothing changes off a GPU.
-
-        It waits for earlier work, because memory allocated here may still be read by it.
-        """
+        """Context in which the copy stream is current, behind all work enqueued so far, whose memory it may get; on GPUs only."""
         if device.type != "cuda":
             yield
             return
