@@ -77,7 +77,7 @@ def measure(
 
 def state(batch: Batch) -> tuple[int, int, int]:
     """Return how many blocks were moved so far, how many lie on the host, and how often a step was captured."""
-    stats, blocks = batch.stats(), [layer.store.allocator for layer in batch.cache.kv.offloaded]
+    stats, blocks = batch.stats(), [layer.store for layer in batch.cache.kv.offloaded]
     size = blocks[0].dtype.itemsize * torch.Size(blocks[0].shape).numel()
     return stats.moved_bytes // size, stats.kv_host_bytes // size, stats.captures
 

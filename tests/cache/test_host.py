@@ -41,7 +41,7 @@ def rows(numbers: list[int]) -> torch.Tensor:
 
 def shared(store: HostStore) -> HostStore:
     """Another store of the same blocks."""
-    twin = HostStore(store.seqs, HEADS, DIM, torch.float32, block_size=BLOCK_SIZE, memory=store.allocator.memory)
+    twin = HostStore(store.seqs, HEADS, DIM, torch.float32, block_size=BLOCK_SIZE, memory=store.memory)
     for seq in range(store.seqs):
         twin.adopt(seq, store.blocks(seq), store.length(seq))
     return twin
@@ -310,12 +310,12 @@ def test_blocks_are_short_where_they_fill_a_huge_page() -> None:
 
 def test_blocks_lie_on_the_device_while_it_has_room() -> None:
     store = HostStore(2, 1, 4, torch.float32, block_size=2)
-    allocator, device = store.allocator, DeviceMemory(3 * store.allocator.size, [0])
+    device = DeviceMemory(3 * store.block_bytes, [0])
     device.resolve(torch.device("cpu"))
-    allocator.device = DeviceBlocks(device, 0, allocator.shape, allocator.dtype, torch.device("cpu"))
+    store.device = DeviceBlocks(device, 0, store.shape, torch.float32, torch.device("cpu"))
     store.claim(0, 4)
-    assert (allocator.room, allocator.host_need(1), allocator.host_need(3)) == (1, 0, 2 * allocator.size)
+    assert (store.room, store.host_need(1), store.host_need(3)) == (1, 0, 2 * store.block_bytes)
     store.claim(1, 4)
     assert [block.on_device for seq in (0, 1) for block in store.blocks(seq)] == [True, True, True, False]
     store.truncate(0, 0)
-    assert allocator.room == 2
+    assert store.room == 2

@@ -41,7 +41,7 @@ def test_blocks(monkeypatch: pytest.MonkeyPatch, device: torch.device, block_siz
 def test_gpu_blocks_on_the_device_come_in_long_runs(queries: int, device: torch.device) -> None:
     """To the few queries of a chunk that others decode beside; from anywhere in the blocks, on the stream of the model alone."""
     store, rows = HostStore(2, HEADS, DIM, torch.float32, block_size=96, pinned=True), torch.randn(HEADS, 70000, 2, DIM)
-    store.allocator.device = DeviceBlocks(DeviceMemory(1 << 30, [0]), 0, store.allocator.shape, torch.float32, device)
+    store.device = DeviceBlocks(DeviceMemory(1 << 30, [0]), 0, store.shape, torch.float32, device)
     store.append(1, rows.to(device))
     for stop in (70000, 5):
         blocks = [block.cpu() for block in KVPrefetcher().blocks(store, 1, stop, device, queries=queries)]
@@ -58,7 +58,7 @@ def test_blocks_are_brought_as_they_lie(kv_dtype: Any, span: tuple[int, int], de
     store = HostStore(2, HEADS, DIM, torch.float32, block_size=8, pinned=device.type == "cuda", format=form)
     for seq in range(2):
         store.append(seq, torch.randn(HEADS, 70, 2, DIM))
-    before, size = store.read(1, *span), store.allocator.size
+    before, size = store.read(1, *span), store.block_bytes
     for some in ((), (1, 3, 4), range(9)):
         for block in (store.blocks(1)[i] for i in some):
             block.data, block.on_device = block.data.to(device), True

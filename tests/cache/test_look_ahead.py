@@ -89,7 +89,7 @@ class Stack:
         asked = list[tuple[int, int]]()
         monkeypatch.setattr(HostMemory, "expect", lambda self, count, size: asked.append((count, size)))
         for store in self.stores:
-            monkeypatch.setattr(store.allocator, "pinned", True)
+            monkeypatch.setattr(store, "pinned", True)
         return asked
 
 
@@ -119,7 +119,7 @@ def test_what_sequences_need_soon_is_pinned_before(monkeypatch: pytest.MonkeyPat
         asked.clear()
         with monkeypatch.context() as patch:
             for each in stack.stores:
-                patch.setattr(each.allocator, "pinned", False)
+                patch.setattr(each, "pinned", False)
             stack.step()
     assert min(early) > max(late) >= min(LAYERS * SEQS, BLOCK_SIZE // 2) - 2
     assert min(late) <= 0
@@ -131,7 +131,7 @@ def test_only_what_lies_in_page_locked_memory_is_pinned_and_by_size(monkeypatch:
     stack.kv.clear(1)
     asked = stack.expected(monkeypatch)
     for store in stack.stores[:2]:
-        monkeypatch.setattr(store.allocator, "shape", (HEADS, 64, 2, 2 * DIM))
+        monkeypatch.setattr(store, "shape", (HEADS, 64, 2, 2 * DIM))
     passes.look_ahead(stack.layers, stack.kv.sequences, 0)
     assert sorted(asked) == [(2 * (SEQS - 1), 4 * SIZE), (2 * (SEQS - 1), 8 * SIZE)]
     for seq in range(SEQS):

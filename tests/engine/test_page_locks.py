@@ -117,7 +117,7 @@ def test_what_a_prompt_no_longer_needs_is_not_taken(
 def test_no_more_is_taken_ahead_than_limits_leave(model: PreTrainedModel, locks: Locks) -> None:
     """Of host_bytes all that the prompt needs, of the system's memory a quarter; the rest where it is needed, as without."""
     tight = made(model)
-    size = host_memory.held_bytes(tight.batch.cache.kv.offloaded[0].store.allocator.size, pinned=True)
+    size = host_memory.held_bytes(tight.batch.cache.kv.offloaded[0].store.block_bytes, pinned=True)
     locks.free = 4 * size * 5
     long = tight.submit(prompt(1, LONG)[0], max_new_tokens=1, stop=())
     while not long.finished:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.host_memory import Block, BlockAllocator, HostMemory
+from kvthaw.cache.host_memory import Block, HostMemory
 from kvthaw.kernels import stored_scores
 from kvthaw.kernels.freeze import definition as frozen
 from kvthaw.kernels.freeze import freeze
@@ -78,15 +78,15 @@ def test_encode(dim: int, dtype: torch.dtype, device: torch.device) -> None:
 def store(dim: int, dtype: torch.dtype) -> tuple[HostStore, HostStore]:
     """The same rows in 8 bits and, rounded, in full; NaN in what no sequence holds."""
 
-    def new(self: BlockAllocator) -> Block:
-        data = HostMemory().allocate(self.shape, self.dtype, pinned=self.pinned)
-        return Block(data.fill_(0xFF if self.dtype == torch.uint8 else torch.nan))
+    def new(self: HostStore) -> Block:
+        data = HostMemory().allocate(self.shape, self.format.stored, pinned=self.pinned)
+        return Block(data.fill_(0xFF if data.dtype == torch.uint8 else torch.nan)).share()
 
     made = []
     for format in (E4M3(dim, dtype), RowFormat(dim, dtype)):
         made.append(HostStore(3, HEADS, dim, dtype, block_size=16, pinned=torch.cuda.is_available(), format=format))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(BlockAllocator, "new", new)
+            patch.setattr(HostStore, "_new_block", new)
             for seq, length in enumerate(LENGTHS):
                 rows = torch.randn(HEADS, length, 2, dim, generator=torch.Generator().manual_seed(seq)).to(dtype)
                 made[-1].append(seq, E4M3(dim, dtype).decode(E4M3(dim, dtype).encode(rows)))

@@ -148,9 +148,9 @@ class BulkCopy:
         fetch, slots: [B, H, M] int32; -1 in fetch skips.
         """
         fetch = fetch.cpu()
-        if host.allocator.device is not None:
+        if host.device is not None:
             host.crossed[0] += crossing(host.table.which_on_host(), host.block_size, fetch).sum().to(host.crossed.device)
-        self.copy(host.gather, host.format, slab, fetch, slots.cpu(), pinned=host.allocator.pinned)
+        self.copy(host.gather, host.format, slab, fetch, slots.cpu(), pinned=host.pinned)
 
     def copy(self, gather: Gather, format: RowFormat, slab: Slab, fetch: Tensor, slots: Tensor, *, pinned: bool) -> None:
         """Copy rows as fetch() does, from where `gather` finds them.
@@ -182,7 +182,7 @@ class UvaGather:
         """Fetch as BulkCopy.fetch does, with fetch and slots on the device."""
         host.order(slab.data.device)
         table = host.table.on(slab.data.device)
-        count = None if host.allocator.device is None else (host.table.on_host, host.crossed)
+        count = None if host.device is None else (host.table.on_host, host.crossed)
         uva_gather(table, host.block_size, slab.data, fetch, slots, slab.pool_start, count, host.format)
 
 

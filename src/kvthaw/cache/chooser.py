@@ -246,7 +246,7 @@ class Chooser:
     def _spills(self) -> bool:
         """Return whether blocks of full attention lie on the host because the device is full."""
         layers = (layer for layer in self.offloaded if layer.attends_to_all)
-        return any(one.store.table.some_on_host and not one.store.allocator.room for one in layers)
+        return any(one.store.table.some_on_host and not one.store.room for one in layers)
 
     def _too_large(self, longest: int) -> str | None:
         """Return a reason if the KV of all sequences at their capacity does not fit the device, else None."""

@@ -8,6 +8,7 @@ prompts) therefore share blocks. A block is copied only when a sequence writes i
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from functools import partial
 from itertools import chain
@@ -16,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvthaw.cache.host_memory import Block, BlockAllocator, HostMemory
+from kvthaw.cache.device_memory import DeviceBlocks
+from kvthaw.cache.host_memory import Block, HostMemory, held_bytes
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.gpu import capturing, sent, upload
 from kvthaw.kernels.row_format import RowFormat
@@ -154,6 +156,9 @@ class HostStore:
 
     block_size: E, tokens per block.
     table: the blocks of each sequence.
+    pinned: whether blocks are pinned, so that kernels can read them.
+    device: blocks lie there while there is room; None: all lie on the host.
+    shape: of a block.
     format: how a row is stored; None: in `dtype`, unchanged.
     row_bytes, token_bytes: bytes of a stored row, K and V, and of a stored token, in all heads.
     """
@@ -174,8 +179,9 @@ class HostStore:
         self.kv_heads, self.head_dim, self.dtype, self.block_size = kv_heads, head_dim, dtype, block_size
         self.format = format = format or RowFormat(head_dim, dtype)
         self.row_bytes, self.token_bytes = format.row_bytes, kv_heads * format.row_bytes
-        shape = kv_heads, block_size, *format.tail
-        self.allocator = BlockAllocator(memory or HostMemory(), shape, format.stored, pinned=pinned)
+        self.memory, self.pinned, self.shape = memory or HostMemory(), pinned, (kv_heads, block_size, *format.tail)
+        self.memory.stores.add(self)
+        self.device: DeviceBlocks | None = None
         self._length = [0] * seqs
         self.kept: MutableMapping[Any, Block] = {}
         """Blocks that a prefix cache owns."""
@@ -196,9 +202,34 @@ class HostStore:
         return self._length[seq]
 
     @property
-    def pinned(self) -> bool:
-        """Whether blocks are pinned, so that kernels can read them."""
-        return self.allocator.pinned
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        return math.prod(self.shape) * self.format.stored.itemsize
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Properties that blocks must share to be interchangeable."""
+        return self.shape, self.format.stored, self.pinned
+
+    @property
+    def room(self) -> int:
+        """Number of blocks that the device has room for."""
+        return 0 if self.device is None else max(0, self.device.room) // self.block_bytes
+
+    def host_need(self, blocks: int) -> int:
+        """Return the bytes of host memory for `blocks` more blocks, less the blocks that fit on the device."""
+        return max(0, blocks - self.room) * held_bytes(self.block_bytes, pinned=self.pinned)
+
+    def _new_block(self) -> Block:
+        """Return a new block, on the device if there is room, else on the host. Raises HostMemoryError."""
+
+        def made() -> Block:
+            data = None if self.device is None else self.device.take()  # where reclaim() may have made room
+            if data is not None:
+                return Block(data, on_device=True)
+            return Block(self.memory.allocate_free(self.shape, self.format.stored, pinned=self.pinned))
+
+        return self.memory.retried(made).share()
 
     def nbytes(self, seq: int | None = None, *, on_device: bool = False) -> int:
         """Return the bytes of host or device memory that blocks hold. Shared blocks count once.
@@ -254,9 +285,9 @@ class HostStore:
         """Allocate the blocks for `length` tokens of a sequence. Shared blocks that will be written are copied."""
         blocks = self.table.blocks[seq]
         if (lacking := -(-length // self.block_size) - len(blocks)) > 0:
-            self.allocator.prepare(lacking)
+            self.memory.prepare(max(0, lacking - self.room), self.block_bytes, pinned=self.pinned)
         while len(blocks) * self.block_size < length:
-            blocks.append(self.allocator.new().share())
+            blocks.append(self._new_block())
             self.table.changed(seq)
         for number in range(self._length[seq] // self.block_size, -(-length // self.block_size)):
             self._writable(seq, number)
@@ -408,7 +439,7 @@ class HostStore:
         block = self.table.blocks[seq][number]
         block.moving = None  # a copy under way lacks what is written now
         if block.owners > 1:
-            copy = self.allocator.new().share()
+            copy = self._new_block()
             copy.data.copy_(block.data)
             block.release()
             block = self.table.blocks[seq][number] = copy

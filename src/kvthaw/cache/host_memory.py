@@ -1,4 +1,4 @@
-"""Host memory for blocks of KV: the bytes available, the blocks' owners, and where a new block lies."""
+"""Host memory for blocks of KV: the bytes available, and the blocks' owners."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from kvthaw.cache.device_memory import DeviceBlocks
 from kvthaw.cache.page_locked import HUGE, PageLocked, locked_bytes
 from kvthaw.cache.ranks import ALONE, Ranks
 from kvthaw.errors import HostMemoryError, first_line
@@ -134,6 +133,7 @@ class HostMemory:
     """Host memory of one cache's blocks, including blocks shared with copies.
 
     limit: the most bytes; None: all that the system has.
+    stores: of blocks of this memory.
     reclaim: frees some memory that is kept for later requests, such as the prefix cache; returns whether there was any.
     """
 
@@ -142,7 +142,7 @@ class HostMemory:
         self.reclaim: Callable[[], bool] = lambda: False
         self.streams: Sequence[torch.cuda.Stream] = ()
         """Streams that may read blocks, in addition to the model's."""
-        self.allocators: weakref.WeakSet[BlockAllocator] = weakref.WeakSet()
+        self.stores: weakref.WeakSet[object] = weakref.WeakSet()
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Tensor:
         """Return an uninitialised tensor in host memory. Raises HostMemoryError beyond the limit, or if the system gives none."""
@@ -180,7 +180,7 @@ class HostMemory:
 
     def prepare(self, count: int, size: int, *, pinned: bool) -> None:
         """Pin memory for `count` blocks of `size` bytes, and part of that for each other layer, which will ask next."""
-        soon = count * len(self.allocators)
+        soon = count * len(self.stores)
         if self.limit is not None:
             room = (self.limit - self.used) // held_bytes(size, pinned=pinned)
             count, soon = min(count, room), min(soon, room)
@@ -193,11 +193,7 @@ class HostMemory:
         return 2 * _page_locked.coming(size) < min(count, room)
 
     def expect(self, count: int, size: int) -> Callable[[], None] | None:
-        """Return a function that pins memory for `count` blocks of `size` bytes on a background thread; None if there is
-        enough.
-
-        A later call replaces this one; with 0, nothing more is pinned.
-        """
+        """Return a function that pins memory for `count` blocks of `size` bytes; None if there is enough. Ends earlier calls."""
         room = None if self.limit is None else max(0, (self.limit - self.used) // held_bytes(size, pinned=True))
         few = size > HUGE // 2 and _page_locked.expect(size, count, room)
         return _page_locked.take_ahead if few else None
@@ -256,49 +252,3 @@ class Block:
     def release(self) -> None:
         """Remove one owner."""
         self._owners.pop()
-
-
-class BlockAllocator:
-    """Allocate the blocks of one store.
-
-    device: blocks go there while there is room; None: all go to the host.
-    """
-
-    def __init__(self, memory: HostMemory, shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool) -> None:
-        self.memory, self.shape, self.dtype, self.pinned = memory, shape, dtype, pinned
-        self.device: DeviceBlocks | None = None
-        memory.allocators.add(self)
-
-    @property
-    def size(self) -> int:
-        """Bytes of a block."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """Properties that blocks must share to be interchangeable."""
-        return self.shape, self.dtype, self.pinned
-
-    @property
-    def room(self) -> int:
-        """Number of blocks that the device has room for."""
-        return 0 if self.device is None else max(0, self.device.room) // self.size
-
-    def host_need(self, blocks: int) -> int:
-        """Return the bytes of host memory for `blocks` more blocks, less the blocks that fit on the device."""
-        return max(0, blocks - self.room) * held_bytes(self.size, pinned=self.pinned)
-
-    def prepare(self, count: int) -> None:
-        """Pin host memory for `count` more blocks in one call, which is faster than one by one."""
-        self.memory.prepare(max(0, count - self.room), self.size, pinned=self.pinned)
-
-    def new(self) -> Block:
-        """Return a new block, on the device if there is room, else on the host. Raises HostMemoryError."""
-
-        def made() -> Block:
-            data = None if self.device is None else self.device.take()  # where reclaim() may have made room
-            if data is not None:
-                return Block(data, on_device=True)
-            return Block(self.memory.allocate_free(self.shape, self.dtype, pinned=self.pinned))
-
-        return self.memory.retried(made)

@@ -146,7 +146,7 @@ class KVPrefetcher:
         return store.format.decode(rows)
 
     def _next_place(self, store: HostStore, most: int, device: torch.device) -> _Place:
-        run, size, blocks = most * store.token_bytes, store.allocator.size, -(-most // store.block_size) + 1
+        run, size, blocks = most * store.token_bytes, store.block_bytes, -(-most // store.block_size) + 1
         places = self._places.get((device, size))
         if places is None or len(places[0].addresses) < blocks:
             count, stream = min(4, max(2, _STAGED // run)), self._side(device)
@@ -175,7 +175,7 @@ def bring_blocks(store: HostStore, seq: int, start: int, stop: int, out: Tensor)
     """
     size, first = store.block_size, start // store.block_size
     blocks = store.blocks(seq)[first : -(-stop // size)]
-    held = out[: len(blocks) * store.allocator.size].view(store.format.stored).view(-1, *store.allocator.shape)
+    held = out[: len(blocks) * store.block_bytes].view(store.format.stored).view(-1, *store.shape)
     for number, (to, block) in enumerate(zip(held, blocks, strict=True), first):
         begin, end = max(0, start - number * size), min(size, stop - number * size)
         if block.on_device:

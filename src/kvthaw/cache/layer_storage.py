@@ -160,8 +160,7 @@ class Placement:
 
     def _to_host(self) -> Block | None:
         try:
-            blocks = self.store.allocator
-            return Block(blocks.memory.allocate(blocks.shape, blocks.dtype, pinned=blocks.pinned))
+            return Block(self.store.memory.allocate(self.store.shape, self.store.format.stored, pinned=self.store.pinned))
         except HostMemoryError as error:
             if not self._short:
                 self._short = True
@@ -224,22 +223,22 @@ class LayerStorage:
     def kind(self) -> Hashable:
         """Properties that layers must share for one kernel to copy their rows."""
         data = self.slab.data
-        return data.shape, data.dtype, data.device, self.slab.regions, self.store.allocator.kind
+        return data.shape, data.dtype, data.device, self.slab.regions, self.store.kind
 
     def lends(self, other: LayerStorage) -> bool:
         """Return whether another layer's store can share these blocks. Their form is equal, and what the host reads lies there."""
         mine, its = self.store, other.store
-        alike = (mine.allocator.kind, mine.format) == (its.allocator.kind, its.format)
+        alike = (mine.kind, mine.format) == (its.kind, its.format)
         return alike and (self.placement is None or other.placement is not None)
 
     def place_on_device(self, layer: int) -> None:
         """Place blocks on the device while the layer's share of device memory has room."""
-        memory, blocks = self.streams.device, self.store.allocator
+        memory, store = self.streams.device, self.store
         memory.resolve(self.slab.data.device)
         if memory.bytes:
-            blocks.device = DeviceBlocks(memory, layer, blocks.shape, blocks.dtype, self.slab.data.device)
-            self.store.crossed = torch.zeros_like(self.store.crossed, device=self.slab.data.device)
-            self.placement = Placement(self.store, blocks.device, self.streams)
+            store.device = DeviceBlocks(memory, layer, store.shape, store.format.stored, self.slab.data.device)
+            store.crossed = torch.zeros_like(store.crossed, device=self.slab.data.device)
+            self.placement = Placement(store, store.device, self.streams)
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that a captured step reads and writes."""

@@ -263,9 +263,7 @@ def check_memory(layers: Sequence[OffloadedLayer], streams: Streams, blocks: int
     share, pinned = streams.device.share, device.type == "cuda"
 
     def need(layer: OffloadedLayer) -> int:
-        return (
-            layer.store.allocator.host_need(blocks) if layer.plan else beyond(blocks, share(layer.number), size, pinned=pinned)
-        )
+        return layer.store.host_need(blocks) if layer.plan else beyond(blocks, share(layer.number), size, pinned=pinned)
 
     streams.memory.check(lambda: sum(map(need, layers)))
 
@@ -321,8 +319,8 @@ def expect(layers: Sequence[OffloadedLayer], seq: int, tokens: int) -> None:
 def _lacking_blocks(layers: Sequence[OffloadedLayer], blocks: int) -> Counter[int]:
     """Return how many of `blocks` more pinned blocks of each layer have no room on the device, by their bytes."""
     needs = Counter[int]()
-    for allocator in (layer.store.allocator for layer in layers if layer.store.pinned):
-        needs[allocator.size] += max(0, blocks - allocator.room)
+    for store in (layer.store for layer in layers if layer.store.pinned):
+        needs[store.block_bytes] += max(0, blocks - store.room)
     return needs
 
 

@@ -72,7 +72,7 @@ class PrefixTree:
         self._roots: dict[str, Node] = {}
 
     def match(self, ids: Tensor, salt: str) -> tuple[list[Node], int]:
-        """Return the nodes of a prompt's [T] longest prefix, the last of which may continue differently, and its tokens."""
+        """Return the nodes of a prompt's [T] longest prefix, and its tokens. The last node may continue differently."""
         path: list[Node] = []
         node, done = self._roots.get(salt), 0
         for block in ids.split(self.block_size):

@@ -57,7 +57,7 @@ class Admission:
         free, new = kv.streams.memory.free(), sum(max(0, self._blocks(one) - self._has(one)) for one in every)
         if free is None or kv.chooser.full:
             return free is None or self._on_host(every) <= free
-        return sum(layer.store.allocator.host_need(new) for layer in kv.allocated) <= free
+        return sum(layer.store.host_need(new) for layer in kv.allocated) <= free
 
     def leaves_room(self) -> bool:
         """Return whether named entries leave host memory for a request of maximum length, or half of it. They then block no
@@ -84,7 +84,7 @@ class Admission:
         if kv.chooser.full:
             sizes = [(layer.number, kv.chooser.block_bytes(place)) for place, layer in kv.chooser.by_method.items()]
         else:
-            sizes = [(layer.number, layer.store.allocator.size) for layer in kv.allocated]
+            sizes = [(layer.number, layer.store.block_bytes) for layer in kv.allocated]
         found = []
         for number, size in sizes:
             room = device.share(number) + (device.fixed.get(number, 0) if kv.chooser.full else 0)
