@@ -285,8 +285,7 @@ class Chooser:
     def _too_many_blocks(self) -> bool:
         """Return whether full attention cannot keep its KV in blocks.
 
-        That is so if the device may lack room for the tokens that one sequence may have under full attention. It is also so
-        if sequences have no fixed capacity, or the method stores rows in another dtype.
+        The device then lacks room for one sequence under full attention, capacity grows, or rows have another dtype.
         """
         sequences, settings = self.sequences, self.settings
         if not sequences.room or settings.kv_dtype is not None:

@@ -82,11 +82,8 @@ class DeviceMemory:
     def allocate(self, device: torch.device, work: Callable[[], T]) -> T:
         """Run work that allocates tensors that outlive a forward. Returns what it returns.
 
-        On a GPU with a limit these tensors have a pool of their own. In torch's common memory they would take parts of what
-        activations have freed. The next layer's activations then find no room of their size: with 24 GiB, 1.3 to 2.4 GiB
-        were lost.
-
-        Torch frees no cached memory for such a pool. So if memory is short, this frees it and runs the work again.
+        On a GPU with a limit these tensors have a pool of their own, apart from what activations free. Torch frees no cached
+        memory for such a pool. So if memory is short, this frees it and runs the work again.
 
         work: may run twice, the second time after an error in the middle.
         """
@@ -166,8 +163,7 @@ class DeviceMemory:
 class _Pool:
     """A part of torch's allocator for a device. Its memory may return to the device once this object and its tensors are freed.
 
-    It is no torch.cuda.MemPool: torch ends the process if one is destroyed while memory is allocated from another. The garbage
-    collector may destroy a cache at any time, on any thread.
+    It is no torch.cuda.MemPool: if the garbage collector destroys one while another allocates, torch ends the process.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -261,8 +261,7 @@ def _check_queries(layer: OffloadedLayer, other: LayerKV) -> None:
 def _can_reuse(layer: OffloadedLayer, other: OffloadedLayer) -> bool:
     """Return whether this layer can copy the other layer's index.
 
-    Both must have the same method object, whose index serves any budget, and equal regions. The other index must be built
-    from a single prompt with nothing appended since.
+    Both must have the same method, whose index serves any budget, and equal regions; and no token has come after the prompt.
     """
     mine, its, plan = layer.settings, other.settings, other.plan
     known = "method", "seed", "block_size", "kv_dtype"

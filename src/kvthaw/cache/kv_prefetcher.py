@@ -66,12 +66,9 @@ class _Place:
 class KVPrefetcher:
     """Prefetch runs of rows to the device on a side stream while attention works on earlier runs.
 
-    Copy engines copy whole blocks. A kernel on the side stream would wait for the multiprocessors that attention occupies.
-    All copies behind it would wait too, and the bus would be idle most of the time. A kernel on the model's stream makes
-    the run contiguous, between two attentions. For 16k tokens of an 8B model's layer it takes 31 us, against 830 us of
-    attention of a chunk of 2,048.
-
-    The layers of a cache share one prefetcher, so the first runs of a layer arrive while the layer before still computes.
+    Copy engines copy whole blocks: a kernel there would wait for the multiprocessors that attention occupies, and all copies
+    behind it. A kernel on the model's stream makes a run contiguous, between two attentions. The layers of a cache share one
+    prefetcher, so the first runs of a layer arrive while the layer before still computes.
     """
 
     def __init__(self, made: list[torch.cuda.Stream] | None = None) -> None:

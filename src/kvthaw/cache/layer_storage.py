@@ -73,7 +73,9 @@ class Placement:
         short, ample = room < needed * size, room >= (needed + self.store.seqs + 1) * size
         if (not short and not ample) or self._none == (self.store.table.version, short):
             return
-        block = self._coldest() if short else self._warmest()
+        mine = [block for block in full_blocks(self.store, alone=short) if block.on_device == short and not block.moving]
+        pick = min if short else max  # least or most selected: of several the oldest leaves, and the newest returns
+        block = pick(mine if short else reversed(mine), key=lambda block: block.recalls, default=None)
         if block is None:
             self._none = self.store.table.version, short
         elif self._move(block, self._to_host if short else self._to_device) and recalled is not None:
@@ -113,18 +115,6 @@ class Placement:
                 self._leaving.append((self.device.readers(), old.data))
         while self._leaving and all(event.query() for event in self._leaving[0][0]):
             self._leaving.popleft()
-
-    # Which block
-
-    def _coldest(self) -> Block | None:
-        """Return the full block on the device that was selected least, the oldest of several; not one that another cache shares."""
-        mine = [block for block in full_blocks(self.store, alone=True) if block.on_device and not block.moving]
-        return min(mine, key=lambda block: block.recalls, default=None)
-
-    def _warmest(self) -> Block | None:
-        """Return the full block on the host that was selected most, the newest if several are equal."""
-        mine = [block for block in full_blocks(self.store) if not block.on_device and not block.moving]
-        return max(reversed(mine), key=lambda block: block.recalls, default=None)
 
     def _count_recalls(self) -> None:
         """Set each block's recalls to the mean of the old value and the new count."""

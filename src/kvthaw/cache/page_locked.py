@@ -161,8 +161,7 @@ class PageLocked:
     def take_ahead(self) -> None:
         """Pin the expected blocks on a background thread, as long as the limit for unused pinned memory allows.
 
-        Callers pin what is still missing themselves. This does not record events for freed blocks, because another thread
-        may be capturing a step.
+        It records no events for freed blocks, because another thread may be capturing a step.
         """
         while (found := self._next_expected()) is not None:
             made = list[_Block]()

@@ -69,7 +69,7 @@ class Retriever:
     def wait(self) -> None:
         """Wait for all index updates and searches, and run the work that the index has queued.
 
-        Raises the error of an update at every call until recover(), since an index that lacks tokens must not be searched.
+        Raises the error of an update at every call until recover(): an index that lacks tokens must not be searched.
         """
         self.index.join()  # as a replayed step does not
 

@@ -301,10 +301,9 @@ class Streams:
             self.graph = None
 
     def submit(self, after: torch.cuda.Event | None, job: Callable[[], None], group: int = 0) -> Future[None]:
-        """Run a job on an indexing thread once an event has passed.
+        """Run a job on an indexing thread once an event has passed. Jobs of one layer group run in order.
 
-        Jobs of one layer group run in order. Even and odd groups run concurrently, since an append keeps at most one core
-        per KV head busy.
+        Even and odd groups run concurrently, since an append keeps at most one core per KV head busy.
         """
         return self._on(f"kvthaw-index-{group % 2}", after, job)
 
@@ -315,10 +314,7 @@ class Streams:
     def search(
         self, after: torch.cuda.Event | None, changes: Sequence[Future[None]], search: Callable[[], _Found]
     ) -> Future[_Found]:
-        """Run a search on the search thread once an event has passed and `changes` of its index are done.
-
-        Changes of other layers, which take a whole step of a layer, run concurrently. Searches run in order.
-        """
+        """Run a search on the search thread, in order, once an event has passed and `changes` of its index are done."""
 
         def run() -> _Found:
             for change in changes:
