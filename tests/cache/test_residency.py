@@ -138,5 +138,5 @@ def test_addresses_stay_within_a_capacity() -> None:
         table.grow(length)
         table.admit(wanted(rng, 1, 2, 4, length))
         table.clear(0, length - 3)
-    assert table.capacity >= 250
+    assert table.row_slot.shape[2] > 250
     assert before == [t.data_ptr() for t in (table.row_slot, table.slot_row, table.used, table.counts)]
