@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from kvthaw.cli.options import variants_of
+from kvthaw.cli.options import VariantOptions
 from kvthaw.engine.decode import feed, generate
 from kvthaw.engine.hf.model import check_prompt, load
 from kvthaw.engine.prefill import prefill
@@ -269,7 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     drift = given.kind == "drift"
     rows = "100" if drift and given.budget is None and given.retrieved is None else given.retrieved
     budget, retrieved, dense = (None if one is None else [one] for one in (given.budget, rows, given.dense_layers))
-    variants = variants_of([given.method], budget, retrieved, dense)
+    variants = VariantOptions([given.method], None, budget, retrieved, dense).variants()
     text = None if given.text is None else given.text.read_text(encoding="utf-8")
     lengths = [int(part) for part in (given.length or ("8192" if drift else "4096")).split(",")]
     how: dict[str, Any] = {"samples": given.samples, "seed": given.seed, "text": text, "kinds": tuple(given.prompt.split(","))}

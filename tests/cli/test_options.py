@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from kvthaw.cli import app
-from kvthaw.cli.options import budget_of, listed, tokens_of, variants_of
+from kvthaw.cli.options import VariantOptions, budget_of, listed, tokens_of
 from said import Said, refused
 
 OWN = ("--data", "--question", "--context")
@@ -39,9 +39,12 @@ def test_an_option_takes_a_list_under_all_commands_that_take_several() -> None:
 def test_lists_are_separated_by_commas_or_repeated() -> None:
     assert listed(["64,128", "0.5"], budget_of, "--budget") == [64, 128, 0.5]
     assert listed(["1k", "2K, 1024", "300"], tokens_of, "--length") == [1024, 2048, 300]
-    by_commas = variants_of(["oracle,quest:budget=64"], ["64,128"], ["16,32"], ["0,1"])
-    assert by_commas == variants_of(["oracle", "quest:budget=64"], ["64", "128"], ["16", "32"], ["0", "1"])
-    assert variants_of(["oracle"], None, None, ["auto"]) == variants_of(["oracle"], ["1024"], None, None)
+    by_commas = VariantOptions(["oracle,quest:budget=64"], None, ["64,128"], ["16,32"], ["0,1"]).variants()
+    repeated = VariantOptions(["oracle", "quest:budget=64"], None, ["64", "128"], ["16", "32"], ["0", "1"])
+    assert by_commas == repeated.variants()
+    assert (
+        VariantOptions(["oracle"], dense_layers=["auto"]).variants() == VariantOptions(["oracle"], budget=["1024"]).variants()
+    )
     for wrong in ("0", "-1k", "k", "4m"):
         with pytest.raises(typer.BadParameter):
             listed([wrong], tokens_of, "--length")

@@ -107,8 +107,8 @@ def test_others_are_answered_while_large_bodies_come(served: Served) -> None:
 def test_large_bodies_are_read_by_turns_of_the_clients(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """By their keys, where they have some: behind a proxy all have one address."""
     app: Any = served.server.config.app
-    turn, turns = app.state.large_bodies.share.turn, list[str]()
-    monkeypatch.setattr(app.state.large_bodies.share, "turn", lambda client, spent: turns.append(client) or turn(client, spent))
+    turn, turns = app.state.large_bodies.turn, list[str]()
+    monkeypatch.setattr(app.state.large_bodies, "turn", lambda client, spent: turns.append(client) or turn(client, spent))
     monkeypatch.setattr("kvthaw.serve.bodies.client_of", lambda http: f"key of {http.headers['authorization']}")
     text = '{"prompt": "a", "max_tokens": 1}' + " " * bodies.SMALL
     for key in "ab":
@@ -119,7 +119,7 @@ def test_large_bodies_are_read_by_turns_of_the_clients(served: Served, monkeypat
 
 def test_too_many_large_bodies_are_told_to_come_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     app: Any = served.server.config.app
-    monkeypatch.setattr(app.state.large_bodies.share, "_most", 0)
+    monkeypatch.setattr(app.state.large_bodies, "_most", 0)
     said = served.http.post("/v1/completions", content='{"prompt": "a", "max_tokens": 1}' + " " * bodies.SMALL, headers=JSON)
     assert (said.status_code, said.headers["retry-after"]) == (429, "1")
     assert served.post("/v1/completions", prompt="a", max_tokens=1).status_code == 200
@@ -127,7 +127,7 @@ def test_too_many_large_bodies_are_told_to_come_again(served: Served, monkeypatc
 
 def test_a_large_body_is_refused_before_it_is_received(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     app: Any = served.server.config.app
-    monkeypatch.setattr(app.state.large_bodies.share, "_most", 0)
+    monkeypatch.setattr(app.state.large_bodies, "_most", 0)
     url = urlsplit(served.url)
     head = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {bodies.SMALL + 1}\r\n\r\n"

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 from typer.core import TyperGroup
 
@@ -131,7 +130,7 @@ def print_wide(table: Table) -> None:
 
 
 def _width(table: Table, console: Console) -> int:
-    return Measurement.get(console, console.options.update(max_width=10_000), table).maximum
+    return console.measure(table, options=console.options.update(max_width=10_000)).maximum
 
 
 def _parts(table: Table, console: Console) -> list[Table]:

@@ -57,8 +57,9 @@ class _CacheOptions(CacheOptions):
         """Return each method under each budget. Raises ConfigError for "auto", which chooses by the length."""
         if AUTO in (name.partition(":")[0] for name in options.names_of([self.method])):
             raise ConfigError(f"--method is {self.method!r}; auto chooses one method, so it has no place among several")
-        limits = None if self.budget is None else [self.budget], None if self.retrieved is None else [str(self.retrieved)]
-        return options.variants_of([self.method], *limits, [self.dense_layers])
+        named = {"budget": self.budget, "retrieved": self.retrieved}
+        limits: dict[str, Any] = {name: None if limit is None else [str(limit)] for name, limit in named.items()}
+        return options.VariantOptions(method=[self.method], dense_layers=[self.dense_layers], **limits).variants()
 
 
 @flat

@@ -343,21 +343,6 @@ def names_of(methods: Sequence[str]) -> list[str]:
     return [name for one in methods for name in split_names(one)]
 
 
-def variants_of(
-    methods: Sequence[str], budget: Sequence[str] | None, retrieved: Sequence[str] | None, dense_layers: Sequence[str] | None
-) -> list[Variant]:
-    """Return every method under every limit, or under BUDGET tokens without limits; see read_variants. A wrong name or option
-    fails before a model is loaded."""
-    from kvthaw.evaluate.variant import read_variants
-
-    return read_variants(
-        names_of(methods),
-        listed(budget, budget_of, "--budget") if budget else ([] if retrieved else [BUDGET]),
-        listed(retrieved, int, "--retrieved") if retrieved else [],
-        many_dense(dense_layers),
-    )
-
-
 def many_dense(given: Sequence[str] | None) -> list[int]:
     """Return the values of --dense-layers; empty if the methods choose."""
     return [] if not given or list(given) == ["auto"] else listed(given, int, "--dense-layers")
@@ -534,8 +519,16 @@ class VariantOptions:
     dense_layers: ManyDenseLayers = None
 
     def variants(self) -> list[Variant]:
-        """Return every method under every limit; see `variants_of`."""
-        return variants_of(self.method, self.budget, self.retrieved, self.dense_layers)
+        """Return every method under every limit, or under BUDGET tokens without limits; see read_variants. A wrong name or option
+        fails before a model is loaded."""
+        from kvthaw.evaluate.variant import read_variants
+
+        return read_variants(
+            names_of(self.method),
+            listed(self.budget, budget_of, "--budget") if self.budget else ([] if self.retrieved else [BUDGET]),
+            listed(self.retrieved, int, "--retrieved") if self.retrieved else [],
+            many_dense(self.dense_layers),
+        )
 
 
 @dataclass(frozen=True, slots=True)

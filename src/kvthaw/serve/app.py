@@ -19,7 +19,7 @@ from kvthaw.errors import ConfigError
 from kvthaw.methods import METHODS
 from kvthaw.serve import contexts, page
 from kvthaw.serve.answers import Answer, ChatAnswer, CompletionAnswer, Json, ResponseAnswer, scores_in, written
-from kvthaw.serve.bodies import BodyRoute, LargeBodies, invalid
+from kvthaw.serve.bodies import BodyRoute, invalid, large_bodies
 from kvthaw.serve.errors import ERRORS, ApiError, as_api_error
 from kvthaw.serve.guard import Guard
 from kvthaw.serve.jobs import Job
@@ -61,7 +61,7 @@ def create_app(service: Service, *, api_keys: Sequence[str] = (), hosts: Collect
         await service.worker.stop()
 
     app = FastAPI(title="kvthaw", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
-    app.state.service, app.state.large_bodies = service, LargeBodies(most_values(service))
+    app.state.service, app.state.large_bodies, app.state.most_values = service, large_bodies(), most_values(service)
     for each in (router, contexts.router, page.router):
         app.include_router(each, responses=ERRORS)
     app.add_middleware(Guard, api_keys=api_keys, hosts=hosts)
@@ -251,7 +251,7 @@ def _card(service: Service) -> Json:
 async def _refuse(http: Request, error: Exception) -> Response:
     """Log an error and return its response."""
     if isinstance(error, RequestValidationError):
-        error = invalid(http, error)
+        error = invalid(error)
     elif isinstance(error, HTTPException):
         says = f"{http.method} {http.url.path} is not served; /openapi.json lists what is"
         known = error.status_code != 404

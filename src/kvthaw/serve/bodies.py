@@ -15,9 +15,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from kvthaw.cache.device_memory import uncollected
-from kvthaw.errors import hint
 from kvthaw.serve.errors import ApiError, busy, client_left
-from kvthaw.serve.fields import Body, names_at, names_within
+from kvthaw.serve.fields import Body, names_within
 from kvthaw.serve.lanes import FullError, Share
 from kvthaw.serve.service import client_of
 
@@ -43,7 +42,7 @@ _OPENAIS = {
 """Fields of OpenAI's API. None counts as a misspelling of another."""
 _WORDS = dict.fromkeys(("model_attributes_type", "model_type", "dict_type"), "it must be an object")
 """Error messages that replace pydantic's."""
-_FIRST = {"extra_forbidden": 0, "not_served": 1}
+_FIRST = {"unknown_field": 0, "not_served": 1}
 """The errors that say most about what a client asks for, in their order."""
 
 
@@ -76,19 +75,19 @@ class _Request(Request):
 
         Raises ApiError if it has too many values, and ClientDisconnect. Raises FullError if too many others wait. It does so
         before the body is received, if its length is known."""
-        large: LargeBodies = self.app.state.large_bodies
-        if large.share.full and int(self.headers.get("content-length", 0)) > SMALL:
+        large: Share = self.app.state.large_bodies
+        if large.full and int(self.headers.get("content-length", 0)) > SMALL:
             raise FullError
         text = await self.body()
         if len(text) <= SMALL:
             return
         if b"\0" in text:  # as UTF-16 and UTF-32 have, in which values would not be counted
             raise HTTPException(400, "the body is no JSON in UTF-8")
-        async with large.share.turn(client_of(self), RECEIVED * len(text)):
+        async with large.turn(client_of(self), RECEIVED * len(text)):
             if await self.is_disconnected():
                 raise ClientDisconnect
-            if (values := count_values(text)) > large.most_values:
-                says = f"the body has {values:,} values; it may have {large.most_values:,}, and a text counts as one"
+            if (values := count_values(text)) > (most := self.app.state.most_values):
+                says = f"the body has {values:,} values; it may have {most:,}, and a text counts as one"
                 raise ApiError(413, says, code="body_too_large")
             try:
                 self._json = _read(text)
@@ -104,14 +103,9 @@ class _Request(Request):
         return self._json
 
 
-class LargeBodies:
-    """Bodies of more than SMALL bytes share time of the interpreter, in which they are read.
-
-    most_values: how many values one body may have.
-    """
-
-    def __init__(self, most_values: int) -> None:
-        self.most_values, self.share = most_values, Share(PART, WAITING)
+def large_bodies() -> Share:
+    """Return the time of the interpreter in which bodies of more than SMALL bytes are read."""
+    return Share(PART, WAITING)
 
 
 def count_values(text: bytes) -> int:
@@ -156,25 +150,23 @@ def _is_unicode(said: Any) -> bool:
     return True
 
 
-def invalid(request: Request, error: RequestValidationError) -> ApiError:
+def invalid(error: RequestValidationError) -> ApiError:
     """Return an error that names the first wrong field without its value.
 
     Unknown fields come first, then fields that are not served, then others. An unknown field comes with the known
     field of a similar spelling."""
     first = min(error.errors(), key=lambda one: _FIRST.get(one["type"], len(_FIRST)))
-    where = _path(first["loc"][1:], error.body, whole=first["type"] in ("missing", "extra_forbidden"))
+    where = _path(first["loc"][1:], error.body, whole=first["type"] == "missing")
+    says = _WORDS.get(first["type"], first["msg"])
+    if first["type"] == "unknown_field":
+        name, near = first["ctx"]["name"], first["ctx"]["near"]
+        where.append(name)
+        says = "is not served" + (f"; {near}" if near and name not in _OPENAIS | names_within(Body) else "")
     if first["type"] == "json_invalid" or not where:
         return ApiError(400, "the body is not a JSON object with Content-Type: application/json")
-    says = _WORDS.get(first["type"], first["msg"])
     if first["type"] == "union_tag_invalid":
         where.append(first["ctx"]["discriminator"].strip("'"))
         says = f"it must be one of {first['ctx']['expected_tags']}"
-    if first["type"] == "extra_forbidden":
-        known = names_at(request.scope["route"].body_field.field_info.annotation, where[:-1])
-        shown = where[-1][:64]
-        where[-1] = shown
-        real = shown in _OPENAIS | names_within(Body)
-        says = "; ".join(filter(None, ("is not served", "" if real else hint(shown, known))))
     return ApiError(400, f"{'.'.join(where)}: {says}", param=where[0])
 
 

@@ -6,13 +6,14 @@ A wrong body of any length produces few errors: checks end at the first wrong it
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, TypeVar, get_args
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import no_info_plain_validator_function
 
+from kvthaw.errors import hint
 from kvthaw.names import NAME
 
 MOST_PROMPTS = 4096
@@ -120,37 +121,20 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _given(cls, data: Any) -> Any:
-        """Remove null fields, and all unknown fields but the first."""
+        """Remove null fields. Raises for the first unknown field, with a known one of a similar spelling."""
         if not isinstance(data, dict):
             return data
         known = cls.names()
-        given = {name: value for name, value in data.items() if value is not None and name in known}
-        if len(given) < len(data):
-            unknown = next((name for name, value in data.items() if value is not None and name not in known), None)
-            return given if unknown is None else given | {unknown: data[unknown]}
+        given = {name: value for name, value in data.items() if value is not None}
+        if (unknown := next((name for name in given if name not in known), None)) is not None:
+            near = {"name": unknown[:64], "near": hint(unknown[:64], known)}
+            raise PydanticCustomError("unknown_field", "{name} is not served", near)
         return given
 
     @classmethod
     def names(cls) -> set[str]:
         """Return the names of its fields."""
         return {field.alias or name for name, field in cls.model_fields.items()}
-
-
-def names_at(kind: type[Body], where: Sequence[str]) -> set[str]:
-    """Return the names of the fields that are allowed at a place within a kind of object."""
-    kinds = {kind}
-    for part in where:
-        if not part.isdigit():  # of a list
-            fields = [field for one in kinds for name, field in one.model_fields.items() if part in (name, field.alias)]
-            kinds = {inner for field in fields for inner in _kinds_in(field.annotation)}
-    return set().union(*(one.names() for one in kinds))
-
-
-def _kinds_in(annotation: Any) -> Iterator[type[Body]]:
-    if isinstance(annotation, type) and issubclass(annotation, Body):
-        yield annotation
-    for inner in get_args(annotation):
-        yield from _kinds_in(inner)
 
 
 def names_within(kind: type[Body]) -> set[str]:
