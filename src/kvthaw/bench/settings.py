@@ -150,5 +150,6 @@ def groups(grid: Sequence[S]) -> Iterator[list[S]]:
 
 def label(record: Record) -> str:
     """Return the label of a timed method with its requested budget."""
-    asked, hits = Variant.of(record.setting), record.setting.get("hits")
-    return ", ".join(filter(None, [asked.method, asked.limit, None if hits is None else f"{hits:.0%} hits"]))
+    asked, hits = record.setting, record.setting.get("hits")
+    limit = Variant(asked["method"], asked["budget"], asked["retrieved"]).limit
+    return ", ".join(filter(None, [asked["method"], limit, None if hits is None else f"{hits:.0%} hits"]))

@@ -51,7 +51,7 @@ def inspect(
     from kvthaw.engine.chat_template import Chat, has_template
     from kvthaw.engine.generation_config import stop_tokens
     from kvthaw.engine.sampling import Sampling
-    from kvthaw.engine.text import Detokenizer
+    from kvthaw.engine.text import decode
     from kvthaw.inspect.page import standalone
     from kvthaw.inspect.run import inspect as run
 
@@ -72,10 +72,6 @@ def inspect(
         )  # fmt: skip
     page = standalone(found, tokenizer, f"{file.name}: {question.strip()}")
     write_whole(out, page)
-    said, stops = Detokenizer(tokenizer), stop_tokens(llm, tokenizer)
-    for token in found.answer:
-        if token not in stops:
-            said.push(token)
-    said.finish()
-    print(said.text)
+    stops = stop_tokens(llm, tokenizer)
+    print(decode(tokenizer, [token for token in found.answer if token not in stops], special=False))
     say(f"wrote {out}, {human(len(page.encode()))}")

@@ -322,6 +322,13 @@ class CompletionAnswer(Completion):
         return {names[token]: max(logprob, IMPOSSIBLE) for token, logprob in (*score.top, (score.token, score.logprob))}
 
 
+_ECHOED = {
+    *("instructions", "max_output_tokens", "temperature", "top_p", "text", "metadata", "user"),
+    *("background", "store", "truncation"),
+}
+"""Fields of a request that a response repeats."""
+
+
 class ResponseAnswer(Answer):
     """Of /v1/responses: one message of one text."""
 
@@ -388,10 +395,6 @@ class ResponseAnswer(Answer):
         self._logprobs += self._scores(delta.logprobs)
         self._finished = delta.finished or self._finished
 
-    def _token(self, token: int, logprob: float) -> Json:
-        found = super()._token(token, logprob)
-        return found | {"bytes": found["bytes"] or []}  # never null here
-
     @property
     def _status(self) -> str:
         """The final one."""
@@ -421,21 +424,12 @@ class ResponseAnswer(Answer):
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": output,
             "usage": self._usage() if ended else None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "temperature": body.temperature,
-            "top_p": body.top_p,
+            **body.model_dump(by_alias=True, include=_ECHOED),
             "top_logprobs": body.top_logprobs or 0,
-            "text": body.text.model_dump(by_alias=True),
-            "metadata": body.metadata,
-            "user": body.user,
             "previous_response_id": None,
             "tools": [],
             "tool_choice": "none",
             "parallel_tool_calls": False,
-            "background": body.background,
-            "store": body.store,
-            "truncation": body.truncation,
         } | self._told
 
     def _usage(self) -> Json:

@@ -50,14 +50,14 @@ _HEADERS = {
 router = APIRouter(route_class=BodyRoute)
 
 
-@router.get("/", include_in_schema=False)
-@router.get("/page.css", include_in_schema=False)
-@router.get("/page.js", include_in_schema=False)
-@router.get("/chat.js", include_in_schema=False)
 async def page(http: Request) -> Response:
     """Return a file of the page."""
     path = http.url.path
     return Response(served() if path == "/" else asset(path[1:]), media_type=FILES[path], headers=_HEADERS)
+
+
+for each in FILES:
+    router.add_api_route(each, page, include_in_schema=False)
 
 
 @router.get("/v1/recalls/{name}")

@@ -8,10 +8,11 @@ import time
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvthaw.formatting import counted, seconds
+from kvthaw.serve.guard import OPEN_PATHS
 from kvthaw.serve.jobs import Job
 
 _log = logging.getLogger(__name__)
-QUIET = frozenset({"/", "/page.css", "/page.js", "/chat.js", "/health", "/ready", "/metrics", "/version"})
+QUIET = (*OPEN_PATHS, "/metrics", "/version")
 """Paths that browsers and probes request; their lines are for debugging, and so are lines of recalls, which the page polls."""
 
 

@@ -43,15 +43,8 @@ class _Output:
     latest: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """Work to run between two steps.
-
-    changes: changes that the other processes of a split model make at the same time.
-    """
-
-    run: Callable[[], None]
-    changes: Sequence[Change] = ()
+_Task = tuple[Callable[[], None], Sequence[Change]]
+"""Work to run between two steps, and the changes that other processes of a split model make at the same time."""
 
 
 @dataclass(eq=False)
@@ -92,14 +85,14 @@ class Worker:
         """Start the thread. Call this in the event loop that it serves."""
         self._loop = asyncio.get_running_loop()
         self.scheduler.batch.launched = self._flush
-        self._inbox.put(_Task(partial(plan_attention, self.scheduler.batch)))  # plans are the thread's
+        self._inbox.put((partial(plan_attention, self.scheduler.batch), ()))  # plans are the thread's
         self._thread = threading.Thread(target=self._run, name="kvthaw-worker", daemon=True)
         self._thread.start()
 
     async def stop(self) -> None:
         """End all requests and, after the step at hand, the thread."""
         self.abort()
-        self._inbox.put(_Task(self._finish))
+        self._inbox.put((self._finish, ()))
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
 
@@ -123,7 +116,7 @@ class Worker:
         priorities = [index // self._share for index in range(len(requests))]
         changes = self.lockstep.submits(job.numbers, requests, priorities)
         self._jobs.add(job)
-        self._inbox.put(_Task(partial(self._submit, job, priorities), changes))
+        self._inbox.put((partial(self._submit, job, priorities), changes))
         return job
 
     async def call(self, work: Callable[[], Result], changes: Sequence[Change] = ()) -> Result:
@@ -140,13 +133,13 @@ class Worker:
             except Exception as error:
                 told.set_exception(error)
 
-        self._inbox.put(_Task(run, changes))
+        self._inbox.put((run, changes))
         return await asyncio.wrap_future(told)
 
     def tell(self, change: Change) -> None:
         """Send a change to the other processes of a split model, from any thread."""
         if self.lockstep.size > 1:
-            self._inbox.put(_Task(lambda: None, [change]))
+            self._inbox.put((lambda: None, [change]))
 
     def cancel(self, job: Job) -> None:
         """Remove a job's unfinished outputs from the batch."""
@@ -172,7 +165,7 @@ class Worker:
                 self._jobs.discard(job)
 
     def _put_cancel(self, job: Job) -> None:
-        self._inbox.put(_Task(partial(self._cancel, job), [Cancel(number) for number in job.numbers]))
+        self._inbox.put((partial(self._cancel, job), [Cancel(number) for number in job.numbers]))
 
     def _end(self, error: Exception) -> None:
         self.failure = error
@@ -184,11 +177,11 @@ class Worker:
         try:
             while not self._ended:
                 tasks = self._tasks()
-                self.lockstep.send([change for task in tasks for change in task.changes])
+                self.lockstep.send([change for _, changes in tasks for change in changes])
                 if tasks:
                     self._flush()
-                for task in tasks:
-                    task.run()
+                for run, _ in tasks:
+                    run()
                 if self.scheduler.busy:
                     self._step()
             self._flush()

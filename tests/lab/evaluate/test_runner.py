@@ -257,7 +257,7 @@ def test_rows_on_a_gpu_share_what_is_offloaded_and_indexed() -> None:
 def test_batches_are_even_and_bounded(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     many = Runner(*loaded, batch=None)
     assert [len(unit.places) for unit in many.missing(Job("passkey", 400, 80), [FULL])] == [40, 40]
-    monkeypatch.setattr("kvthaw.evaluate.rows.MOST_BYTES", 1600 * 2 * 2 * 2 * 16 * 4)
+    monkeypatch.setattr("kvthaw.evaluate.prefills.MOST_BYTES", 1600 * 2 * 2 * 2 * 16 * 4)
     assert [len(unit.places) for unit in many.missing(Job("passkey", 400, 10), [FULL])] == [3, 3, 4]
     assert [len(unit.places) for unit in many.missing(Job("passkey", 400, 2), [Variant("oracle", 0.5, dense_layers=0)])] == [
         1,
