@@ -46,7 +46,7 @@ def test_a_query_is_handed_through_five_files_none_twice(method: str) -> None:
         assert len(files) == len(set(files)) <= 5, files
 
 
-@pytest.mark.parametrize(("method", "most"), [("quest", (12, 5)), ("full", (3, 1))])
+@pytest.mark.parametrize(("method", "most"), [("quest", (11, 5)), ("full", (3, 1))])
 def test_all_calls_of_a_layers_step_cross_few_files(method: str, most: tuple[int, int]) -> None:
     """Whatever they carry, in a layer that neither begins the step nor commits it, once an index's first choices are checked: files
     outside kernels/, and how often one is entered again. These numbers only fall."""

@@ -13,7 +13,9 @@ from torch import Tensor
 from kvthaw.cache import passes
 from kvthaw.cache.chooser import Chooser, Layer, make_layers, offloaded_numbers
 from kvthaw.cache.device_layers import DenseLayer, WindowLayer
+from kvthaw.cache.device_memory import DeviceMemory
 from kvthaw.cache.finite import FiniteCheck, check_prompts
+from kvthaw.cache.host_memory import HostMemory
 from kvthaw.cache.layer_base import AttentionParams, LayerKV, PrefillKV
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.passes import decode
@@ -124,7 +126,12 @@ class Forward:
         self, settings: Settings, numbers: Sequence[int], depth: int, windows: Mapping[int, Span] = MappingProxyType({})
     ) -> None:
         offloaded, self._made_of = offloaded_numbers(settings, numbers, depth), (numbers, depth, windows)
-        self.settings, self.sequences, self.streams = settings, Sequences(), Streams(depth, *settings.memory(offloaded))
+        self.settings, self.sequences = settings, Sequences()
+        host, device = (
+            HostMemory(settings.host_bytes, settings.ranks),
+            DeviceMemory(settings.device_memory, offloaded, settings.ranks),
+        )
+        self.streams = Streams(depth, host, device)
         self.finite = FiniteCheck()
         self._checkpoints = Checkpoints(self.sequences)
         self.origin: Callable[[], str] | None = None
@@ -424,13 +431,21 @@ class Forward:
         for layer in self.offloaded:
             layer.wait()
 
+    @torch.inference_mode(False)  # tensors made here outlive the caller's mode
+    @torch.no_grad()
     def built(self, seq: int, timeout: float | None = 0.0, *, build: bool = True) -> bool:
         """Build indexes of a paused sequence. Returns whether all are built, so that resume() does not wait.
 
         timeout: seconds to wait for indexes that are built concurrently with other sequences' steps; None: without limit.
+            With 0, the others wait for indexes on the device, so one call builds at most BUILT_AT_ONCE layers.
         build: False: only report.
         """
-        return bool(self.settings.ranks.least(passes.built(self.offloaded, seq, timeout, build=build)))
+        every = passes.updaters(self.offloaded)
+        most = (len(every) if timeout is None or timeout > 0 else passes.BUILT_AT_ONCE) if build else 0
+        left = [own for _, own in every if own.is_stale(seq) and not own.retriever.index.traits.on_host]
+        for updater in left[:most]:
+            updater.rebuild(seq, self.sequences.indexed(seq))
+        return bool(self.settings.ranks.least(len(left) <= most and all(own.built(seq, timeout) for _, own in every)))
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that a captured step reads and writes."""

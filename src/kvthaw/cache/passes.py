@@ -238,22 +238,6 @@ def note_lost(layers: Sequence[OffloadedLayer], lost: set[int]) -> None:
     lost.clear()
 
 
-@torch.inference_mode(False)  # tensors made here outlive the caller's mode
-@torch.no_grad()
-def built(layers: Sequence[OffloadedLayer], seq: int, timeout: float | None, *, build: bool = True) -> bool:
-    """Build indexes of a paused sequence; see KVCache.built.
-
-    Indexes on the device are built by this call. With timeout 0, other sequences wait, so one call builds at most
-    BUILT_AT_ONCE layers.
-    """
-    every = updaters(layers)
-    most = (len(every) if timeout is None or timeout > 0 else BUILT_AT_ONCE) if build else 0
-    left = [(layer, own) for layer, own in every if own.is_stale(seq) and not own.retriever.index.traits.on_host]
-    for layer, updater in left[:most]:
-        updater.rebuild(seq, layer.sequences.indexed(seq))
-    return len(left) <= most and all(updater.built(seq, timeout) for _, updater in every)
-
-
 # Memory
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from kvthaw.cache.device_memory import DeviceMemory
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.host_memory import HostMemory, held_bytes
+from kvthaw.cache.host_memory import held_bytes
 from kvthaw.cache.index_api import Index, IndexContext, Method
 from kvthaw.cache.page_locked import HUGE
 from kvthaw.cache.ranks import ALONE, Ranks
@@ -164,10 +163,6 @@ class Settings(CacheConfig):
             return offloaded.index(layer) % anchors == 0
         shares = [int(a * depth) for a in anchors if isinstance(a, float)]
         return layer in anchors or layer in shares or (bool(shares) and layer == offloaded[0])
-
-    def memory(self, offloaded: Collection[int]) -> tuple[HostMemory, DeviceMemory]:
-        """Return the memory budgets of a cache with these offloaded layers."""
-        return HostMemory(self.host_bytes, self.ranks), DeviceMemory(self.device_memory, offloaded, self.ranks)
 
     def plan(self, prompt: int, most: int | None = None) -> Plan:
         """Return the sizes for a prompt of `prompt` tokens. Only fractions depend on the length.

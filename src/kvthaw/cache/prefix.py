@@ -252,7 +252,7 @@ class PrefixCache:
         """Drop everything, including named entries, for a model whose weights have changed."""
         for salt, name in list(self._entries):
             self.forget(name, salt)
-        self._indexes.clear()
+        self._indexes = IndexSnapshots()
         while self._tree.nodes:
             self._drop(next(iter(self._tree.nodes)))
 

@@ -105,10 +105,6 @@ class IndexSnapshots:
         """Drop the least recently used indexes. Returns whether there were any."""
         return bool(self._all) and self._all.pop(0) is not None
 
-    def clear(self) -> None:
-        """Drop all."""
-        self._all.clear()
-
     def add(self, kv: KVCache, ids: Tensor, salt: str, layers: Mapping[int, IndexState | None]) -> None:
         """Keep indexes of a prompt [T], if there are any."""
         if found := {number: each for number, each in layers.items() if each is not None}:

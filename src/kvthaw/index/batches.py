@@ -16,9 +16,8 @@ from torch import Tensor
 from kvthaw.cache.index_api import IndexContext
 from kvthaw.cache.streams import AuxStream
 from kvthaw.index.draws import stream
-from kvthaw.index.target import Full, Target
-from kvthaw.index.unit_counts import Seq
-from kvthaw.index.units import UnitIndex
+from kvthaw.index.tables import Full, Target
+from kvthaw.index.units import Seq, UnitIndex
 from kvthaw.kernels.kmeans import whole
 from kvthaw.kernels.unit_select import Policy
 

@@ -17,8 +17,7 @@ from kvthaw.errors import ConfigError
 from kvthaw.index.observed import ObservedIndex
 from kvthaw.index.reordering import PendingReordering, Reordering, reordered, spans
 from kvthaw.index.tables import Held
-from kvthaw.index.unit_counts import Seq
-from kvthaw.index.units import UnitIndex
+from kvthaw.index.units import Seq, UnitIndex
 from kvthaw.kernels.kmeans import whole
 from kvthaw.kernels.page_bounds import Spread
 from kvthaw.kernels.unit_select import Policy

@@ -1,16 +1,54 @@
-"""Tables on the device and counts on the host, an entry for each sequence, that grow and follow every change of the batch."""
+"""Tables on the device and counts on the host, an entry for each sequence, and places in them as indices."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import Any, Self, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from kvthaw.cache.index_api import IndexContext, Tables
 from kvthaw.cache.streams import DeferredBatch
+
+
+class Full(NamedTuple):
+    """Where a batch of a sequence begins: at place `begin` of the map and at unit `before`."""
+
+    seq: int
+    begin: int
+    before: int
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Batches of R sequences as indices of tables [B, H, ..]: sequences [R, 1, 1], heads [H, 1], begin and before [R, 1, 1];
+    int64."""
+
+    seqs: Tensor
+    heads: Tensor
+    begin: Tensor
+    before: Tensor
+
+    @classmethod
+    def of(cls, full: Sequence[Full], heads: int, device: torch.device) -> Target:
+        """On a device; the host does not wait."""
+        numbers = torch.tensor(full).to(device, non_blocking=True)
+        return cls(
+            numbers[:, 0, None, None], torch.arange(heads, device=device)[:, None], *numbers[:, 1:, None, None].unbind(1)
+        )
+
+    def units(self, n: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The first n units of each, of tables of units."""
+        return self.seqs, self.heads, self.before + torch.arange(n, device=self.before.device)
+
+    def places(self, n: int, ring: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the first n places of each target in the map, and their places in a ring of `ring`, if given."""
+        at = self.begin + torch.arange(n, device=self.begin.device)
+        return self.seqs, self.heads, at if ring is None else at % ring
+
 
 Held = tuple[dict[str, Tensor], list[Any]]
 """A sequence's row of each column, in host memory, and its items of the lists."""

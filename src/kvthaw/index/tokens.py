@@ -11,8 +11,7 @@ from torch import Tensor
 
 from kvthaw.cache.index_api import Index, IndexContext, Selection, Traits
 from kvthaw.errors import one_of
-from kvthaw.index.tables import Column, TablesOnDevice
-from kvthaw.index.target import Full, Target
+from kvthaw.index.tables import Column, Full, TablesOnDevice, Target
 
 Policy = Literal["max", "mean", "mean_query"]
 """How the query heads of a group agree on tokens: the largest or the mean of their softmax weights over the indexed keys, or the

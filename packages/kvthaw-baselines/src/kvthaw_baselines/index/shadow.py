@@ -13,8 +13,7 @@ from kvthaw.cache.index_api import IndexContext
 from kvthaw.cache.pool import Slab
 from kvthaw.errors import at_least
 from kvthaw.index.tables import Column
-from kvthaw.index.unit_counts import Seq
-from kvthaw.index.units import UnitIndex
+from kvthaw.index.units import Seq, UnitIndex
 from kvthaw.kernels.unit_select import Policy
 from kvthaw_baselines.index.principal import principal
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.index.observed import ObservedIndex
-from kvthaw.index.unit_counts import Before
+from kvthaw.index.units import Before
 from kvthaw.kernels.observe import observe
 from kvthaw.kernels.page_bounds import Spread
 from kvthaw.kernels.rerank import TILE

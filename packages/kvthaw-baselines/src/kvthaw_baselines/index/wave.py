@@ -12,8 +12,7 @@ from torch import Tensor
 from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import ConfigError, within
 from kvthaw.index.clusters import ClusterIndex, Start
-from kvthaw.index.tables import Column
-from kvthaw.index.target import Full, Target
+from kvthaw.index.tables import Column, Full, Target
 from kvthaw.kernels import unit_scores
 from kvthaw.kernels.merge import Partial
 from kvthaw.kernels.unit_select import Policy
