@@ -71,7 +71,7 @@ class Chooser:
     layers: the layers in force, as a tuple that is replaced, never modified.
     offloaded: the layers in force that are OffloadedLayers.
     by_method: the method's layers by their index in `layers`, in force or not.
-    dense: likewise the layers that attend to everything under the method too. In blocks, FullLayers serve in their place.
+    every: these and the layers that attend to everything under the method too. In blocks, FullLayers serve in their place.
     full: whether full attention is in force.
     reason: why, as text for Stats.
     seq_bytes: returns the device bytes that a sequence of a running batch takes under the method, without its rows. None:
@@ -84,7 +84,8 @@ class Chooser:
         self.layers: tuple[Layer, ...] = tuple(layers)
         self._put({})
         self.by_method = {i: layer for i, layer in enumerate(layers) if isinstance(layer, OffloadedLayer)}
-        self.dense = {i: layer for i, layer in enumerate(layers) if isinstance(layer, DenseLayer)}
+        dense = {i: layer for i, layer in enumerate(layers) if isinstance(layer, DenseLayer)}
+        self.every: dict[int, OffloadedLayer | DenseLayer] = {**self.by_method, **dense}  # in this order they change
         self.full, self.reason = False, ""
         self.seq_bytes: Callable[[], int] | None = None
         self._short = False  # of host memory
@@ -112,11 +113,10 @@ class Chooser:
         if self.settings.kv_dtype is not None:
             self.reason += f"; until then all KV lies on the device in the model's dtype, not in {self.settings.kv_dtype}"
         most = self.settings.method.prompt_queries
-        every: dict[int, Layer] = {**self.by_method, **self.dense}
-        for layer in every.values():
+        for layer in self.every.values():
             layer.reset()
         own = self.sequences, self.streams.device, most
-        self._put({i: DenseLayer(layer.number, *own) for i, layer in self.by_method.items()} | self.dense)
+        self._put(self.every | {i: DenseLayer(layer.number, *own) for i, layer in self.by_method.items()})
         self._share_among(self.by_method)
 
     def copy_from(self, other: Chooser) -> None:
@@ -124,8 +124,7 @@ class Chooser:
         if other.in_blocks:
             self._use_blocks()
         elif not other.full:
-            every: dict[int, Layer] = {**self.by_method, **self.dense}
-            self._put(every)
+            self._put(self.every)
         for i, layer in self.by_method.items():
             layer.rotary = other.by_method[i].rotary
         self.full, self.reason, self._short, self.seq_bytes = other.full, other.reason, other._short, other.seq_bytes
@@ -257,15 +256,10 @@ class Chooser:
         capacity = sequences.room or sequences.capacity
         if capacity < longest:
             capacity = roomier(capacity, longest)
-        need = max(1, sequences.opened, sequences.count) * capacity * crossing.token_bytes * self._all
+        need = max(1, sequences.opened, sequences.count) * capacity * crossing.token_bytes * len(self.every)
         if need <= memory.bytes:
             return None
         return f"the KV of all layers takes {human(need)} of the device; device_memory is {human(memory.bytes)}"
-
-    @property
-    def _all(self) -> int:
-        """The number of layers with full attention, under the method or until it applies."""
-        return len(self.by_method) + len(self.dense)
 
     def block_room(self) -> int | None:
         """Return the most tokens of all sequences, each rounded up to whole blocks, that full attention can hold on the device.
@@ -280,7 +274,7 @@ class Chooser:
         sequences, settings, device = self.sequences, self.settings, self.streams.device
         device.resolve(self.crossing.device)
         held = sequences.opened * settings.plan(0, sequences.limit).regions.held
-        return device.bytes // (self.crossing.token_bytes * self._all) - held
+        return device.bytes // (self.crossing.token_bytes * len(self.every)) - held
 
     def _too_many_blocks(self) -> bool:
         """Return whether full attention cannot keep its KV in blocks.
@@ -296,9 +290,8 @@ class Chooser:
     def _use_blocks(self) -> None:
         """Put layers in force that hold KV in blocks. The cache must be empty."""
         own = self.settings, self.streams, self.sequences
-        every = self.by_method | self.dense
-        self._put({i: FullLayer(layer.number, *own) for i, layer in every.items()})
-        self._share_among(every)
+        self._put({i: FullLayer(layer.number, *own) for i, layer in self.every.items()})
+        self._share_among(self.every)
 
     def _share_among(self, layers: Mapping[int, Layer]) -> None:
         """Divide the device memory for blocks among these layers."""
@@ -328,7 +321,7 @@ class Chooser:
         device = self.streams.device
         device.leave_pool()
         step = Step(0, sequences.padded_length, tuple(sequences.left_pad), sequences.idle)
-        for i, layer in (self.by_method | self.dense).items():
+        for i, layer in self.every.items():
             before = self.layers[i]
             if before is layer:
                 continue
