@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from kvthaw.engine.grammar import Grammar, Grammars, Source
-from kvthaw.engine.tool_calls import ANY_OBJECT, CallRules, ToolFormat
 from kvthaw.errors import ConfigError
 from kvthaw.serve.errors import ApiError
 from kvthaw.serve.lanes import NICE, Lane
-from kvthaw.serve.schema import JsonSchema
 
+Read = Callable[[Grammars], tuple[Source, int]]
 SHORT, LONG = 2, 1
 """Threads for schemas that compile in a second or two, and for the others."""
 SHORT_TRIES = 5_000_000
@@ -43,17 +42,11 @@ class Compilers:
         except ConfigError as error:
             self._lacks = str(error)
 
-    async def grammar(self, asked: JsonSchema | Literal["json_object"], field: str, client: str) -> Grammar:
-        """Return the grammar that a field asks for. Raises ApiError for an invalid schema or a timeout."""
-        if asked == "json_object":
-            return await self._timed(lambda grammars: grammars.read(ANY_OBJECT), field, client)
-        return await self._timed(lambda grammars: grammars.read(asked.schema_, strict=asked.strict), field, client)
+    async def grammar(self, read: Read, field: str, client: str) -> Grammar:
+        """Return the grammar that a field asks for. Raises ApiError for an invalid schema or a timeout.
 
-    async def calls(self, form: ToolFormat, rules: CallRules, client: str) -> Grammar:
-        """Return the grammar of calls of tools. Raises ApiError as grammar() does."""
-        return await self._timed(lambda grammars: grammars.read_calls(form, rules), "tools", client)
-
-    async def _timed(self, read: Callable[[Grammars], tuple[Source, int]], field: str, client: str) -> Grammar:
+        read: returns the grammar's source, and how often compiling it tries a token.
+        """
         try:
             return await asyncio.wait_for(self._grammar(read, client), SECONDS)
         except TimeoutError:
@@ -62,7 +55,7 @@ class Compilers:
         except ConfigError as error:
             raise ApiError(400, f"{field}: {error}", param=field) from None
 
-    async def _grammar(self, read: Callable[[Grammars], tuple[Source, int]], client: str) -> Grammar:
+    async def _grammar(self, read: Read, client: str) -> Grammar:
         grammars = self._grammars
         if grammars is None:
             raise ConfigError(self._lacks)

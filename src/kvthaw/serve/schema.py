@@ -77,9 +77,9 @@ class TextFormat(Body):
     type: Literal["text", "json_object"]
 
     @property
-    def json_schema(self) -> Literal["json_object"] | None:
+    def json_schema(self) -> JsonSchema | None:
         """See Sampled.json_format."""
-        return "json_object" if self.type == "json_object" else None
+        return JsonSchema(name="object", schema=ANY_OBJECT) if self.type == "json_object" else None
 
 
 class SchemaFormat(Body):
@@ -144,8 +144,8 @@ class Sampled(Body):
         return int(getattr(self, "n", 1))
 
     @property
-    def json_format(self) -> JsonSchema | Literal["json_object"] | None:
-        """The JSON that the output must be: of a schema, or any object. None: the output may be any text."""
+    def json_format(self) -> JsonSchema | None:
+        """The JSON that the output must be. None: the output may be any text."""
         return None
 
     @property
@@ -207,7 +207,7 @@ class Generation(Sampled):
     response_format: Annotated[TextFormat | SchemaFormat, Field(discriminator="type")] | None = None
 
     @property
-    def json_format(self) -> JsonSchema | Literal["json_object"] | None:
+    def json_format(self) -> JsonSchema | None:
         return None if self.response_format is None else self.response_format.json_schema
 
     def check(self) -> None:
@@ -477,7 +477,7 @@ class ResponsesRequest(NoTools, Sampled):
         return [*turns, *(turn.message() for turn in self.input)]
 
     @property
-    def json_format(self) -> JsonSchema | Literal["json_object"] | None:
+    def json_format(self) -> JsonSchema | None:
         return self.text.format.json_schema
 
     @property

@@ -18,7 +18,7 @@ from fastapi import Request
 from starlette.types import Receive
 
 from kvthaw.engine.batch import Batch
-from kvthaw.engine.grammar import Grammar
+from kvthaw.engine.grammar import Grammar, Grammars
 from kvthaw.engine.library import Library
 from kvthaw.engine.lockstep import Compile, Lockstep
 from kvthaw.engine.sampling import Sampling
@@ -210,8 +210,12 @@ class Service:
         """Return the grammar of the JSON or of the calls that a request asks for, None for any text. Raises ApiError."""
         asked, rules = body.json_format, body.call_rules
         if rules is not None:
-            return await self._compilers.calls(self._tool_format(), rules, client)
-        return None if asked is None else await self._compilers.grammar(asked, body.format_field, client)
+            form = self._tool_format()
+            return await self._compilers.grammar(lambda grammars: grammars.read_calls(form, rules), "tools", client)
+        if asked is None:
+            return None
+        read = partial(Grammars.read, schema=asked.schema_, strict=asked.strict)
+        return await self._compilers.grammar(read, body.format_field, client)
 
     def call_reader(self, body: Sampled) -> Callable[[], CallReader] | None:
         """Return a function that makes the reader of an output's tool calls; None for a request without tools.
