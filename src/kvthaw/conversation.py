@@ -136,7 +136,7 @@ class Conversation:
         segments = self._encode(self.chat.turns(self.tokenizer, messages, dates=self.dates))
         ids = [token for _, part in segments for token in part]
         check_prompt(self.model, len(ids))
-        kept = self._rewind(ids)
+        kept = self._keep(0 if self.cache.foreign else min(common(self._held, ids), len(ids) - 1))
         try:
             self._logits = prefill(self.model, self.cache, ids[kept:], chunk=self._chunk, progress=progress)
         except BaseException:
@@ -223,11 +223,6 @@ class Conversation:
             at += len(as_it_is)
         rest = text[at:]
         return [*found, (rest, tokens_after(self.tokenizer, rest) if found else self._tokens(rest))]
-
-    def _rewind(self, ids: list[int]) -> int:
-        """Crop the cache to its common prefix with a prompt, without the prompt's last token. Returns its length."""
-        kept = 0 if self.cache.foreign else min(common(self._held, ids), len(ids) - 1)
-        return self._keep(kept)
 
     def _keep(self, length: int) -> int:
         """Crop the cache to its first `length` tokens, or to none if it cannot be cropped. Returns how many are left."""

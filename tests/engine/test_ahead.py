@@ -323,11 +323,11 @@ class InOrder:
     def __init__(self) -> None:
         self.accepted: list[int] = []
 
-    def accept(self, token: int) -> bool:
+    def accept_token(self, token: int) -> bool:
         self.accepted.append(token)
         return True
 
-    def fill(self, bits: Any) -> None:
+    def fill_next_token_bitmask(self, bits: Any) -> None:
         bits[:] = -1
 
     def reset(self) -> None:

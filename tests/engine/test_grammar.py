@@ -69,7 +69,7 @@ def follow(grammar: Grammar, tokenizer: Any, text: str) -> bool:
     for token in [*tokenizer(text, add_special_tokens=False)["input_ids"], end]:
         allowed = masks(torch.zeros(2, vocabulary), slice(None)).isfinite()
         assert allowed[0].all()
-        went = matcher.accept(token)
+        went = matcher.accept_token(token)
         assert bool(allowed[1, token]) == went
         if not went:
             return False
@@ -146,13 +146,13 @@ def test_an_output_that_no_token_continues_ends_with_an_error(loaded: tuple[Any,
 
 
 def test_a_token_without_text_continues_no_output() -> None:
-    """xgrammar accepts token 0 if it has none, so an output that nothing can continue would continue nevertheless."""
+    """Otherwise token 0 would continue an output that nothing can continue."""
     special = {"<none>": 0, '"': 1, "a": 2, "<end>": 3}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(BPE(vocab=special, merges=[])), pad_token="<none>", eos_token="<end>"
     )
     matcher = of_schema(Grammars(tokenizer, 4), {"type": "string", "pattern": "a*"}).matcher([3])
-    assert [matcher.accept(token) for token in (1, 0, 2, 0, 1, 3)] == [True, False, True, False, True, True]
+    assert [matcher.accept_token(token) for token in (1, 0, 2, 0, 1, 3)] == [True, False, True, False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_a_pattern_is_followed_within_json(
     grammar = of_schema(grammars, {"type": "string", "pattern": pattern})
     assert follow(grammar, loaded[1], f'"{text}"') == fits
     matcher = grammar.matcher([loaded[1].eos_token_id])
-    assert not all(matcher.accept(token) for token in b'"\t')
+    assert not all(matcher.accept_token(token) for token in b'"\t')
 
 
 @pytest.mark.parametrize("schema", [{"type": "string", "maxLength": 3}, {"type": "string", "minLength": 1}])
@@ -292,7 +292,7 @@ def test_a_counted_string_has_no_control_character(grammars: Grammars, loaded: t
     for one, before in ((of_schema(grammars, schema), '"'), (calls, '<tool_call>\n{"name": "f", "arguments": {"a": "')):
         for text, fits in (("a", True), ("\t", False), ("\x00", False), ("\n", False)):
             matcher = one.matcher([loaded[1].eos_token_id])
-            assert all(matcher.accept(token) for token in loaded[1](before + text)["input_ids"]) == fits
+            assert all(matcher.accept_token(token) for token in loaded[1](before + text)["input_ids"]) == fits
 
 
 @pytest.mark.parametrize(

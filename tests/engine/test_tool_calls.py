@@ -86,9 +86,9 @@ def test_markup_of_special_tokens_is_shown_and_forced() -> None:
     grammars = grammar.Grammars(tokenizer, len(tokenizer))
     source, _ = grammars.read_calls(MISTRAL, CallRules({"f": (ANY_OBJECT, False)}, required=True, several=False))
     matcher, bits = grammars.compile(source).matcher([end]), np.zeros((1, -(-len(tokenizer) // 32)), dtype=np.int32)
-    matcher.fill(bits)
+    matcher.fill_next_token_bitmask(bits)
     assert bits[0, mark // 32] >> mark % 32 & 1
-    assert all(map(matcher.accept, [*ids, end]))
+    assert all(map(matcher.accept_token, [*ids, end]))
 
     source, _ = grammars.read({"type": "string"})
     how = Sampling(grammar=grammars.compile(source))

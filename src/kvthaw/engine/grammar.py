@@ -7,12 +7,10 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
-from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,50 +30,28 @@ MOST_TRIES = 150_000_000
 _LEAST_VOCABULARY = 4096  # compiling a state costs as much as trying this many tokens
 
 
-class Matcher:
-    """Follow one output through a grammar.
-
-    empty: tokens without text, which xgrammar accepts anywhere, although its masks leave them out.
-    """
-
-    def __init__(self, matcher: Any, vocabulary: int, empty: AbstractSet[int]) -> None:
-        self._matcher, self.vocabulary, self._empty = matcher, vocabulary, empty
-
-    def accept(self, token: int) -> bool:
-        """Advance by a token. Returns whether the grammar allows it."""
-        return token not in self._empty and bool(self._matcher.accept_token(token))
-
-    def reset(self) -> None:
-        """Return to the beginning."""
-        self._matcher.reset()
-
-    def fill(self, bits: np.ndarray[Any, Any]) -> None:
-        """Write which tokens may come next into bits [1, ceil(V / 32)] int32, on the host: token t is bit t % 32 of word t //
-        32."""
-        self._matcher.fill_next_token_bitmask(bits)
-
-
 class Grammar:
     """A compiled grammar for one tokenizer. Any number of outputs may follow it.
 
     source: from which `Grammars.compile` can compile it in another process.
-    empty: tokens without text.
     """
 
-    def __init__(self, compiled: Any, vocabulary: int, source: Source, empty: AbstractSet[int]) -> None:
-        self._compiled, self.vocabulary, self.source, self._empty = compiled, vocabulary, source, empty
+    def __init__(self, compiled: Any, vocabulary: int, source: Source) -> None:
+        self._compiled, self.vocabulary, self.source = compiled, vocabulary, source
         self.bytes = int(compiled.memory_size_bytes)
 
-    def matcher(self, stops: Collection[int]) -> Matcher:
-        """Return a matcher for an output that ends with one of the tokens `stops`. Raises ConfigError if there are none."""
+    def matcher(self, stops: Collection[int]) -> Any:
+        """Return a matcher of xgrammar for an output that ends with one of the tokens `stops`.
+
+        Raises ConfigError if there are none.
+        """
         import xgrammar
 
         if not stops:
             raise ConfigError(
                 "ignore_eos is set or the model has no end-of-sequence token; a grammar needs a token to end with"
             )
-        matcher = xgrammar.GrammarMatcher(self._compiled, override_stop_tokens=sorted(stops))
-        return Matcher(matcher, self.vocabulary, self._empty - set(stops))
+        return xgrammar.GrammarMatcher(self._compiled, override_stop_tokens=sorted(stops))
 
 
 class Grammars:
@@ -90,15 +66,13 @@ class Grammars:
         except ImportError:
             raise ConfigError("JSON output needs xgrammar, which is not installed: pip install 'kvthaw[serve]'") from None
         known = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocabulary, stop_token_ids=[0])
-        hidden = (
-            set(tokenizer.all_special_ids) - special_tokens(tokenizer, SPECIAL).keys()
-        )  # decoding the output leaves them out
+        shown = special_tokens(tokenizer, SPECIAL).keys()
+        hidden = set(tokenizer.all_special_ids) - shown  # decoding the output leaves them out
         texts = [b"" if token in hidden else text for token, text in enumerate(known.decoded_vocab)]
-        info = xgrammar.TokenizerInfo(texts, vocab_size=vocabulary, stop_token_ids=[0])
+        info = xgrammar.TokenizerInfo(texts, vocab_size=vocabulary, stop_token_ids=[])
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=_CACHED_BYTES)
         self._convert = xgrammar.Grammar.from_json_schema
-        self._vocabulary, self._empty = vocabulary, frozenset(token for token, text in enumerate(texts) if not text)
-        self._lock = threading.Lock()
+        self._vocabulary, self._lock = vocabulary, threading.Lock()
         self._kept: OrderedDict[Source, Grammar] = OrderedDict()  # the most recently used last
 
     def read(self, schema: Any, *, strict: bool = False) -> tuple[Source, int]:
@@ -151,7 +125,7 @@ class Grammars:
         if (known := self.known(source)) is not None:
             return known
         with _explained():
-            made = Grammar(self._compiler.compile_structural_tag(source), self._vocabulary, source, self._empty)
+            made = Grammar(self._compiler.compile_structural_tag(source), self._vocabulary, source)
         with self._lock:
             self._kept[source] = made
             while len(self._kept) > 1 and sum(one.bytes for one in self._kept.values()) > _CACHED_BYTES:
@@ -217,7 +191,7 @@ class TokenMasks:
     """
 
     def __init__(self, seqs: int, vocabulary: int, device: torch.device) -> None:
-        self._matchers: list[Matcher | None] = [None] * seqs
+        self._matchers: list[Any] = [None] * seqs
         self._vocabulary = vocabulary
         shape = seqs, -(-vocabulary // 32)
         with torch.inference_mode(False):
@@ -226,7 +200,7 @@ class TokenMasks:
             self._places = torch.arange(32, dtype=torch.int32, device=device)
         self._rows = self._host.numpy()
 
-    def join(self, seq: int, matcher: Matcher | None) -> None:
+    def join(self, seq: int, matcher: Any) -> None:
         """Set the matcher of a sequence; None allows any token."""
         self._matchers[seq] = matcher
         self._rows[seq] = -1
@@ -238,7 +212,7 @@ class TokenMasks:
             return x
         for row, matcher in zip(self._rows[seqs], matchers, strict=True):
             if matcher is not None:
-                matcher.fill(row[None])
+                matcher.fill_next_token_bitmask(row[None])
         bits = self._bits[seqs]
         bits.copy_(self._host[seqs], non_blocking=True)
         allowed = ((bits[:, :, None] >> self._places) & 1).flatten(1)[:, : self._vocabulary].bool()

@@ -56,14 +56,13 @@ class Cost:
 
     def then(self, other: Cost) -> Cost:
         """Return the cost of this part followed by another."""
-        return Cost(
-            self.size + other.size,
-            max(self.count, other.count),
-            self.broad + other.broad,
-            self.pairs + other.pairs + self.last * other.first,
-            self.first + (other.first if self.empty else 0),
-            other.last + (self.last if other.empty else 0),
-            self.empty and other.empty,
+        both = self.or_else(other)
+        return replace(
+            both,
+            pairs=both.pairs + self.last * other.first,
+            first=self.first + (other.first if self.empty else 0),
+            last=other.last + (self.last if other.empty else 0),
+            empty=self.empty and other.empty,
         )
 
     def or_else(self, other: Cost) -> Cost:

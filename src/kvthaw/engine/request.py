@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.layer_base import SequenceState
-from kvthaw.engine.grammar import Matcher
 from kvthaw.engine.logprobs import TokenLogprobs
 from kvthaw.engine.sampling import GREEDY, Sampling
 from kvthaw.engine.text import Detokenizer
@@ -103,6 +102,7 @@ class Request:
     stopped_by: the stop token or stop string.
     logprobs: of each output token, if requested.
     prompt_logprobs: of each prompt token, if requested; None for its first.
+    matcher: follows the output through its grammar; None without one.
     """
 
     spec: RequestSpec
@@ -122,7 +122,7 @@ class Request:
     logprobs: list[TokenLogprobs] = field(default_factory=list, repr=False)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list, repr=False)
     error: Exception | None = field(default=None, repr=False)
-    matcher: Matcher | None = field(init=False, repr=False)
+    matcher: Any = field(init=False, repr=False)
     fetched: int = field(default=0, init=False, repr=False)  # prompt tokens requested from the prefix cache's file
     swapped: SequenceState | None = field(default=None, init=False, repr=False)  # its state while it is swapped out
     begun: bool = field(default=False, init=False, repr=False)  # whether it has had a slot
@@ -216,7 +216,7 @@ class Request:
         """
         new, spec = at == len(self.tokens), self.spec
         token = token if new else self.tokens[at]
-        if self.matcher is not None and not self.matcher.accept(token):
+        if self.matcher is not None and not self.matcher.accept_token(token):
             self.fail(ConfigError("no token of the model can continue the output as the grammar requires"))
             return True
         if not new:

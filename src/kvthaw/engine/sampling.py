@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvthaw.counter_rng import gumbel
-from kvthaw.engine.grammar import Grammar, Matcher, TokenMasks
+from kvthaw.engine.grammar import Grammar, TokenMasks
 from kvthaw.engine.logprobs import TOPK, Drawn, score, top
 from kvthaw.errors import ConfigError, at_least, within
 from kvthaw.kernels.gpu import sent, upload
@@ -169,7 +170,7 @@ class Sampler:
         sampling: Sampling,
         prompt: Tensor | Sequence[int] = (),
         stops: Iterable[int] = (),
-        matcher: Matcher | None = None,
+        matcher: Any = None,
         output: Sequence[int] = (),
     ) -> None:
         """Set the settings of a sequence and drop its former state.
@@ -178,7 +179,7 @@ class Sampler:
 
         prompt: token ids.
         stops: tokens that min_tokens holds back.
-        matcher: of its grammar.
+        matcher: of its grammar; None without one.
         output: tokens that it has already.
         """
         stops = sorted(stops)
@@ -293,21 +294,11 @@ def _table(samplings: Sequence[Sampling], device: torch.device) -> tuple[Tensor,
 
 def _groups(samplings: Sequence[Sampling], vocabulary: int, device: torch.device) -> list[tuple[int, Tensor]]:
     """Group the sequences that draw, as pairs (width, sequences): rank this many of the likeliest tokens, 0 for none."""
-    plain: list[int] = []
-    short: list[int] = []
-    long: list[int] = []
-    widest = 1
-    for seq, one in enumerate(samplings):
-        k = min(one.top_k or vocabulary, vocabulary)
-        if one.temperature == 0:
-            continue
-        if k == vocabulary and one.top_p == 1:
-            plain.append(seq)
-        elif k <= TOPK:
-            short.append(seq)
-            widest = max(widest, k)
-        else:
-            long.append(seq)
+    ranks = {seq: min(one.top_k or vocabulary, vocabulary) for seq, one in enumerate(samplings) if one.temperature}
+    plain = [seq for seq, k in ranks.items() if k == vocabulary and samplings[seq].top_p == 1]
+    short = [seq for seq, k in ranks.items() if k <= TOPK and seq not in plain]
+    long = [seq for seq, k in ranks.items() if k > TOPK and seq not in plain]
+    widest = max((ranks[seq] for seq in short), default=1)
     widths = (0, min(1 << (widest - 1).bit_length(), vocabulary), vocabulary)  # few widths, so that there are few captures
     rows = zip(widths, (plain, short, long), strict=True)
     return [(width, upload(seqs, torch.int64, device)) for width, seqs in rows if seqs]
