@@ -10,8 +10,8 @@ from hypothesis import given as random_cases
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from kvthaw.cache import prefix_tree
-from kvthaw.cache.prefix_tree import Node, PrefixTree
+from kvthaw.cache import prefix_kept
+from kvthaw.cache.prefix_kept import Node, PrefixTree
 
 SIZE = 4
 
@@ -124,7 +124,7 @@ def test_prompts_are_compared_with_few_of_many(monkeypatch: pytest.MonkeyPatch) 
     for number in range(3_000):
         given(tree, [number, 1, 2, 3, number], str(number))
         given(tree, [number, 1, 2, 3, number])
-    monkeypatch.setattr(prefix_tree, "common", lambda *two: compared.append(1) or common(*(each.tolist() for each in two)))
+    monkeypatch.setattr(prefix_kept, "common", lambda *two: compared.append(1) or common(*(each.tolist() for each in two)))
     assert matched(tree, [2000, 1, 2, 9]) == 3
     assert matched(tree, [2000, 1, 2, 3, 2000, 7]) == 5
     given(tree, [2000, 1, 2])

@@ -22,13 +22,14 @@ from kvthaw.cache.prefix_kept import (
     Entry,
     IndexSnapshots,
     Key,
+    Node,
     NotKeptError,
     PrefixBlocks,
     PrefixStats,
+    PrefixTree,
     cache_kind,
     refusal,
 )
-from kvthaw.cache.prefix_tree import Node, PrefixTree
 from kvthaw.cache.step import Step
 from kvthaw.errors import CacheError, ConfigError, HostMemoryError, at_least
 from kvthaw.formatting import read_bytes
