@@ -10,8 +10,10 @@ turns, and the side that begins changes with each group of parts and each turn. 
 - short: 64 and 256 requests of 1,024 tokens at once, 256 new tokens each. trace: requests of `--trace` at `--rates` a second.
 
 vLLM measures with dummy weights, so outputs are compared in `check` alone. kvthaw's batches have drawn keys and values.
-`--precision=fp8` measures weights and KV of 8 bits, in kvthaw by torchao's Float8WeightOnlyConfig. `--gpus=2` splits vLLM's
-model. A case that takes longer than `--limit` seconds is given up, and its side goes on with the next case in a new process.
+`--precision=fp8` measures weights and KV of 8 bits, in kvthaw by torchao's Float8WeightOnlyConfig; kv8: KV alone. `--gpus=2` splits
+vLLM's model. `--card=24` gives both sides 24 GiB of the GPU; vLLM then needs `--vllm-offload`, GiB of weights that it keeps in host
+memory and reads in every step. A case that takes longer than `--limit` seconds is given up, and its side goes on with the next
+case in a new process.
 Cases whose lines are in `--out` are not measured again. Exits with 1 if a case failed or the check found different outputs.
 """
 
@@ -198,7 +200,7 @@ def cases_of(given: Any, device: str) -> dict[tuple[str, ...], list[Case]]:
     layers = given.layers or SHAPES[given.shape]["num_hidden_layers"]
     base = Case(
         part="", side=VLLM, method=VLLM, shape=given.shape, layers=layers, length=0, seqs=1, new=1, rate=0.0, trace="", requests=0,
-        turn=0, device=device, precision=given.precision, gpus=given.gpus,
+        turn=0, device=device, precision=given.precision, gpus=given.gpus, card=given.card,
     )  # fmt: skip
     found = list[Case]()
     if "check" in parts:
@@ -238,12 +240,15 @@ def main() -> int:
         methods="full,pariskv-plus", batch_methods="full,clusterkv-plus", many_methods="auto", new=1024, seqs=0, batch_new=320,
         short="64,256", short_length=1024, short_new=256, trace=Path, rates="2,8,0", requests=200, capacity=16384, places=256,
         budget=1024, retrieved=100, turns=1, limit=300.0, start=START, seconds=3600.0, vllm_python=sys.executable,
-        vllm_path="", kvthaw_path="", precision="bf16", gpus=1, vllm_share=0.92, sides=",".join(SIDES), logs=Path, commit=str,
-        out=Path,
+        vllm_path="", kvthaw_path="", precision="bf16", gpus=1, card=0.0, vllm_share=0.92,
+        vllm_offload=0.0, sides=",".join(SIDES), logs=Path, commit=str, out=Path,
     )  # fmt: skip
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the process of a side ends with this one
     with tempfile.TemporaryDirectory() as folder:
-        plan = {name: getattr(given, name) for name in ("budget", "retrieved", "new", "places", "commit", "vllm_share")}
+        plan = {
+            name: getattr(given, name)
+            for name in ("budget", "retrieved", "new", "places", "commit", "vllm_share", "vllm_offload")
+        }
         plan |= {"sizes": SHAPES[given.shape], "checkpoint": folder}
         plan |= {"traces": str(given.trace.resolve().parent) if given.trace else ""}
         logs = given.logs or Path(folder)

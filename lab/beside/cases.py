@@ -17,7 +17,8 @@ VLLM, KVTHAW = "vllm", "kvthaw"
 SIDES = (VLLM, KVTHAW)
 LONG, MANY, CHECK = ("first", "decode", "batch"), ("short", "trace"), ("check",)
 PARTS = (*LONG, *MANY, *CHECK)
-PRECISIONS = ("bf16", "fp8")
+PRECISIONS = ("bf16", "kv8", "fp8")
+"""Of weights and KV: bfloat16; KV of 8 bits; both of 8 bits."""
 MARK = "@beside "
 """What the lines of a process begin with that are for the command; libraries print others."""
 
@@ -33,8 +34,9 @@ class Case:
     rate: requests a second; 0: all at once.
     requests: the number of requests of a trace.
     turn: the repetition.
-    precision: "bf16", or "fp8" for weights and KV of 8 bits.
+    precision: one of PRECISIONS.
     gpus: GPUs that the model is split over.
+    card: GiB of the GPU that a side may use; 0: all.
     """
 
     part: str
@@ -52,6 +54,7 @@ class Case:
     device: str
     precision: str = "bf16"
     gpus: int = 1
+    card: float = 0.0
 
     @property
     def setting(self) -> dict[str, Any]:
@@ -63,7 +66,7 @@ class Case:
         """What cases of other methods, sides and turns have in common with this one."""
         return (
             self.part, self.shape, self.layers, self.length, self.seqs, self.rate, self.trace, self.requests, self.device,
-            self.precision, self.gpus,
+            self.precision, self.gpus, self.card,
         )  # fmt: skip
 
     def __str__(self) -> str:

@@ -46,10 +46,11 @@ class Side:
     def __init__(self, cases: list[Case], options: dict[str, Any]) -> None:
         self.options, (self.device, _) = options, where()
         self.longest = max((room_of(case) for case in cases if case.part in MANY), default=0)
-        begin = time.perf_counter()
+        self.precision, begin = cases[0].precision, time.perf_counter()
+        if cases[0].card and torch.cuda.is_available():
+            torch.cuda.set_per_process_memory_fraction(cases[0].card * 2**30 / torch.cuda.get_device_properties(0).total_memory)
         self.model = build(cases[0].shape, self.device, layers=cases[0].layers)
-        self.fp8 = cases[0].precision == "fp8"
-        if self.fp8:
+        if self.precision == "fp8":
             WEIGHTS["fp8"](self.model)
         attention = FLASH_ATTENTION_4 if choose_flash_attention_4(self.model) else "cudnn"
         self.vocabulary: int = self.model.config.vocab_size
@@ -60,7 +61,7 @@ class Side:
         """Return the settings of a batch under a method."""
         if method != AUTO and resolve(method).dense:
             return {}
-        found = {"kv_dtype": "fp8"} if self.fp8 else {}
+        found = {} if self.precision == "bf16" else {"kv_dtype": "fp8"}
         if method.startswith(("pariskv", "thaw")):
             return found | {"retrieved": self.options["retrieved"]}
         return found | {"budget": self.options["budget"]} | ({"device_memory": "auto"} if method == AUTO else {})

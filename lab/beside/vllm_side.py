@@ -49,21 +49,25 @@ SERVER_TOKENS = 8192
 WARM_SEED = 1 << 20
 
 
-def settings(cases: Sequence[Case], options: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Return the arguments of vLLM's engine for some cases."""
+def settings(cases: Sequence[Case], options: dict[str, Any], folder: str, memory: int) -> dict[str, Any]:
+    """Return the arguments of vLLM's engine for some cases.
+
+    memory: bytes of the GPU.
+    """
     many, check = cases[0].part in MANY, cases[0].part in CHECK
-    fp8 = cases[0].precision == "fp8"
+    precision, card = cases[0].precision, cases[0].card
     longest = max(case.length + (0 if case.part == "trace" else case.new) for case in cases) + 64
-    seqs = 16 if not many else int(options["places"])
+    seqs = int(options["places"]) if many else 1 if card else 16
     found = {
         "model": folder,
         "load_format": "auto" if check else "dummy",
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",
-        "kv_cache_dtype": "fp8" if fp8 else "auto",
-        "quantization": "fp8" if fp8 else None,
+        "kv_cache_dtype": "auto" if precision == "bf16" else "fp8",
+        "quantization": "fp8" if precision == "fp8" else None,
         "tensor_parallel_size": cases[0].gpus,
-        "gpu_memory_utilization": float(options["vllm_share"]),
+        "gpu_memory_utilization": card * 2**30 / memory if card else float(options["vllm_share"]),
+        "cpu_offload_gb": float(options["vllm_offload"]),
         "max_model_len": longest,
         "max_num_seqs": seqs,
         "enable_prefix_caching": True,
@@ -75,7 +79,7 @@ def settings(cases: Sequence[Case], options: dict[str, Any], folder: str) -> dic
     }
     if check:
         return found | {"enforce_eager": True}
-    if many:
+    if many or card:
         found["max_num_batched_tokens"] = SERVER_TOKENS
     return found | {"compilation_config": {"cudagraph_capture_sizes": [size for size in SIZES if size <= seqs]}}
 
@@ -91,7 +95,8 @@ class Engine:
         from vllm.sampling_params import RequestOutputKind
 
         folder = options["checkpoint"] if cases[0].part in CHECK else tempfile.mkdtemp()
-        given = settings(cases, options, folder)
+        memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+        given = settings(cases, options, folder, memory)
         config = config_of(options["sizes"], cases[0].layers, max(131072, given["max_model_len"]))
         Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
         self.vocabulary: int = config["vocab_size"]
@@ -112,6 +117,7 @@ class Engine:
             "step_tokens": whole.scheduler_config.max_num_batched_tokens,
             "async_scheduling": whole.scheduler_config.async_scheduling,
             "weights": given["load_format"],
+            "offload_gib": given["cpu_offload_gb"],
         }
 
     def add(self, prompt: Any, new: int, **more: Any) -> str:

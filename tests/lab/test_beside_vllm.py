@@ -26,7 +26,7 @@ CASE = Case(
     device="cpu",
 )  # fmt: skip
 OPTIONS: dict[str, Any] = {
-    "budget": 64, "retrieved": 8, "new": 12, "places": 2, "commit": "c", "vllm_share": 0.9,
+    "budget": 64, "retrieved": 8, "new": 12, "places": 2, "commit": "c", "vllm_share": 0.9, "vllm_offload": 0.0,
     "sizes": SHAPES["tiny"], "traces": "", "checkpoint": "",
 }  # fmt: skip
 
