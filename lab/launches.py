@@ -25,7 +25,7 @@ KERNELS = {
         *("_encode", "_freeze", "_extend", "_stream_keys", "_denominators", "_mass", "_page_bounds", "_page_means"),
         *("_assign", "_average", "_rank", "_sort", "_cover", "_direct", "_nearest", "_digest", "_static_first"),
     ),
-    "prompt": ("_merge_parts",),
+    "prompt": ("_merge_parts", "_packed"),
     "model": ("_rms_norm", "_rotate", "_gated"),
     "weights": ("_linear", "_linear_int4"),
     "sums": ("_add_up",),

@@ -292,7 +292,7 @@ def chunks(dtype: torch.dtype, dim: int) -> None:
 
 def model(dtype: torch.dtype, dim: int) -> None:
     """What stands between a model's products."""
-    from kvthaw.kernels import exchange, gated, linear, rms_norm, rotate
+    from kvthaw.kernels import exchange, gated, linear, packed, rms_norm, rotate
     from kvthaw.kernels.weights import Float8Weight, Int4Weight, Weight
 
     for rows, width in ((700, 4096), (700, 14336), (3, dim)):
@@ -327,6 +327,10 @@ def model(dtype: torch.dtype, dim: int) -> None:
     exchange.add_up(empty(1, 4096, dtype=dtype), inbox)
     for rows in (1, 2):
         rotate.launch(query, key, empty(rows, 700, dim, dtype=dtype), empty(rows, 700, dim, dtype=dtype))
+    if dtype.itemsize == 2:
+        query, key = (empty(1, 700, heads, dim, dtype=dtype).transpose(1, 2) for heads in (HEADS * GROUP, HEADS))
+        packed.launch(query, key, key, [300, 400], empty(3), scale=0.1)
+        packed.launch(query, key, key, [300, 400], empty(3), scale=0.1, softcap=3.0, sinks=empty(HEADS * GROUP, dtype=dtype))
 
 
 CASES: dict[str, Callable[[torch.dtype, int], None]] = {

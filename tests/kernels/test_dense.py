@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvthaw.kernels import dense, flash_attention_4
+from kvthaw.kernels import dense, flash_attention_4, packed
 from kvthaw.kernels.dense import attend, causal_attention, continued, definition, packed_attention, with_sinks
 from shapes import DTYPES, Shape, close, over_shapes
 
@@ -139,14 +139,17 @@ def test_prompts_in_one_row_attend_to_themselves_alone(
     made = [torch.randn(1, sum(lengths), n * heads, dim, device=device).to(dtype).transpose(1, 2) for n in (group, 1, 1)]
     learned = torch.randn(group * heads, device=device) if sinks else None
     ends = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
-    out = packed_attention(*made, lengths, ends, scale=SCALE, softcap=softcap, sinks=learned)
-    assert (out.shape, out.dtype) == (made[0].shape, dtype)
+    how: dict[str, Any] = {"scale": SCALE, "softcap": softcap, "sinks": learned}
+    outs = [packed_attention(*made, lengths, ends, **how)]
+    if dtype.itemsize == 2:
+        outs.append(packed.launch(*made, lengths, ends, **how))
     for start, stop in zip(ends.tolist()[:-1], ends.tolist()[1:], strict=True):
         expected, lse = definition(*(x[:, :, start:stop] for x in made), scale=SCALE, causal=True, softcap=softcap)
-        close(out[:, :, start:stop], with_sinks(expected, lse, learned).to(dtype))
+        for out in outs:
+            assert (out.shape, out.dtype) == (made[0].shape, dtype)
+            close(out[:, :, start:stop], with_sinks(expected, lse, learned).to(dtype))
 
 
-@pytest.mark.gpu
 def test_a_packed_prompt_that_is_not_finite_stays_alone(device: torch.device) -> None:
     """A kernel that multiplies masked weights of 0 with a neighbour's values would pass them on."""
     lengths, shape = (130, 1, 257, 64), Shape(batch=1, heads=2, group=4, head_dim=128, dtype=torch.bfloat16)
@@ -155,7 +158,7 @@ def test_a_packed_prompt_that_is_not_finite_stays_alone(device: torch.device) ->
     for spoilt in range(len(lengths)):
         own = values.clone()
         own[:, :, ends[spoilt] : ends[spoilt + 1]] = torch.nan
-        out = packed_attention(query, keys, own, lengths, ends, scale=SCALE, flash4=True)
+        out = packed.launch(query, keys, own, lengths, ends, scale=SCALE)
         finite = [bool(part.isfinite().all()) for part in out.split(lengths, dim=2)]
         assert finite == [i != spoilt for i in range(len(lengths))]
 

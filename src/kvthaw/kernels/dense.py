@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvthaw.kernels import flash_attention_4
+from kvthaw.kernels import flash_attention_4, packed
 from kvthaw.kernels.gpu import nvidia
 from kvthaw.kernels.merge import PARTS, merge_parts
 
@@ -138,16 +138,12 @@ def packed_attention(
     keys, values: [1, H, T, D].
     lengths: tokens of each prompt, T in all.
     ends: 0, and the sums of the first lengths, [prompts + 1] int32 on the device.
-    flash4: see attend(). Not used where torch's kernel for several prompts serves: of FlashAttention 4's, a prompt's values that
-        are not finite would reach the prompt before it.
+    flash4: see attend(). Only for what the kernel of kvthaw.kernels.packed does not take.
 
     Returns [1, Hq, T, D] in the dtype of query.
     """
-    if query.is_cuda and _flash(query) and softcap is None and sinks is None:
-        q, k, v = (x[0].transpose(0, 1) for x in (query, keys, values))  # [T, heads, D]
-        most = max(lengths)
-        out: Tensor = torch.ops.aten._flash_attention_forward(q, k, v, ends, ends, most, most, 0.0, True, False, scale=scale)[0]
-        return out.transpose(0, 1)[None]
+    if packed.serves(query):
+        return packed.launch(query, keys, values, lengths, ends, scale=scale, softcap=softcap, sinks=sinks)
     parts = zip(*(x.split(list(lengths), dim=2) for x in (query, keys, values)), strict=True)
     how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "flash4": flash4}
     return torch.cat([causal_attention(*part, **how) for part in parts], dim=2)
