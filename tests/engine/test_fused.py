@@ -53,7 +53,7 @@ def test_kernels_give_the_logits(device: torch.device, monkeypatch: pytest.Monke
     launched = list[str]()
 
     def noted(name: str, launch: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: (launched.append(name), launch(*args))[1]
+        return lambda *args, **how: (launched.append(name), launch(*args, **how))[1]
 
     model = build("qwen3").to(device)
     plain = logits(model)

@@ -65,9 +65,12 @@ def test_gates_multiply_halves_of_a_product(shape: tuple[int, ...], device: torc
     both = torch.randn(*shape[:-1], 2 * shape[-1]).to(device)
     gate, up = both.chunk(2, dim=-1)
     assert gated.serves(gate, up)
-    out = gated.launch(gate, up, "silu")
+    out, before = gated.launch(gate, up, "silu"), up.clone()
     assert out.is_contiguous()
     close(out, gated.definition(gate, up, "silu"))
+    close(gated.launch(gate, up, "silu", overwrite=True), out)
+    close(gate, out)
+    assert torch.equal(up, before)
 
 
 def test_what_the_gate_does_not_take() -> None:

@@ -23,8 +23,11 @@ _ELEMENTS = 2048  # of a program
 _UNIT = 16  # elements; the count of most models' layers is a multiple
 
 
-def definition(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """Return activation(gate) * up, with the activation rounded to the dtype of gate."""
+def definition(gate: Tensor, up: Tensor, activation: Activation, *, overwrite: bool = False) -> Tensor:
+    """Return activation(gate) * up, with the activation rounded to the dtype of gate.
+
+    overwrite: the result may take the place of gate. For 16,384 tokens of 14,336 that is 448 MiB less.
+    """
     return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
 
@@ -42,7 +45,7 @@ if HAS_TRITON:
         return active.to(kind).to(tl.float32) * by
 
     @triton.jit(do_not_specialize=["units", "blocks"])
-    def _gated(out, gate, up, units, blocks, stride, UNIT: tl.constexpr, ELEMENTS: tl.constexpr, SILU: tl.constexpr,
+    def _gated(out, gate, up, units, blocks, stride, out_stride, UNIT: tl.constexpr, ELEMENTS: tl.constexpr, SILU: tl.constexpr,
                PDL: tl.constexpr):  # fmt: skip
         # Program: a block of a row. The mask is the same for all elements of a unit, so a thread loads 16 bytes at once.
         follow(PDL)
@@ -54,7 +57,7 @@ if HAS_TRITON:
         by = tl.load(up + begin + at, mask=inside, other=0.0).to(tl.float32)
         kind: tl.constexpr = gate.dtype.element_ty
         found = multiplied(x, by, kind, SILU).to(out.dtype.element_ty)
-        tl.store(out + row.to(tl.int64) * units * UNIT + at, found, mask=inside)
+        tl.store(out + row.to(tl.int64) * out_stride + at, found, mask=inside)
 
 
 def serves(gate: Tensor, up: Tensor) -> bool:
@@ -73,17 +76,17 @@ def _row_stride(x: Tensor) -> int | None:
     return row
 
 
-def launch(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+def launch(gate: Tensor, up: Tensor, activation: Activation, *, overwrite: bool = False) -> Tensor:
     """Launch the Triton kernel; arguments and result as in `definition`, where `serves` agrees."""
     assert serves(gate, up)
-    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    out = gate if overwrite else torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     flat = gate.is_contiguous()
-    width = gate.numel() if flat else gate.shape[-1]
+    width, stride = (gate.numel(), 0) if flat else (gate.shape[-1], gate.stride(-2))
     if gate.numel():
         unit, blocks = 1 if width % _UNIT else _UNIT, triton.cdiv(width, _ELEMENTS)
         _gated[(blocks * (gate.numel() // width),)](
-            out, gate, up, width // unit, blocks, 0 if flat else gate.stride(-2), UNIT=unit, ELEMENTS=_ELEMENTS,
-            SILU=activation == "silu", **dependent(gate.device),
+            out, gate, up, width // unit, blocks, stride, stride if overwrite else width, UNIT=unit,
+            ELEMENTS=_ELEMENTS, SILU=activation == "silu", **dependent(gate.device),
         )  # fmt: skip
     return out
 

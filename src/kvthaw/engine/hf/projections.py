@@ -100,7 +100,7 @@ class Gate:
             weights, biases = [one.weight for one in self.inner], [one.bias for one in self.inner]
             return linear(x, weights, biases, norm=norm, gate=self.activation)[0]
         gate, up = together(x, self.inner, norm)
-        return gated(gate, up, self.activation)
+        return gated(gate, up, self.activation, overwrite=True)
 
 
 @dataclass(frozen=True, slots=True)
