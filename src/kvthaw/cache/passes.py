@@ -29,9 +29,8 @@ from kvthaw.cache.streams import Streams
 from kvthaw.kernels.freeze import Span
 from kvthaw.kernels.gpu import upload
 
-SHORT = 1 << 22
-"""Bytes of a layer's keys up to which a prompt waits until other layers have attended. The limit of several prompts in one
-forward is four times this."""
+SHORT = 1 << 24
+"""Bytes of a layer's keys up to which prompts wait until other layers have attended, if none of them has _ENGINES tokens."""
 BUILT_AT_ONCE = 4
 """Layers whose indexes of a joining prompt are built between two steps of other sequences."""
 _AT_ONCE = 1 << 28
@@ -56,9 +55,8 @@ def wait(prompts: Sequence[tuple[OffloadedLayer, PrefillKV]]) -> bool:
     """Return whether the prompts of some layers, the latest last, are stored together with the following layers' prompts."""
     layer, new = prompts[-1]
     longest = max((row.stop - row.start for row in new.step.rows()), default=0)
-    short = new.keys.nbytes <= 4 * SHORT and new.keys.nbytes * longest <= SHORT * new.keys.shape[2]
-    held = sum(2 * each.keys.nbytes for _, each in prompts)
-    return short and held < _AT_ONCE and len(new.keys) == 1 and not new.passed and not layer.on_host
+    short = new.keys.nbytes <= SHORT and longest < _ENGINES and len(new.keys) == 1 and not new.passed
+    return short and sum(2 * each.keys.nbytes for _, each in prompts) < _AT_ONCE and not layer.on_host
 
 
 def store(prompts: Sequence[tuple[OffloadedLayer, PrefillKV]]) -> None:
