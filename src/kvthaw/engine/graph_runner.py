@@ -4,7 +4,7 @@ If the index is on the device, a step is one graph, with selection, fetch, atten
 for the host. If the index is on the host, a step has one more graph than searches, with a round trip to the host for each
 search. Other host work (a full ring, tables that grow) runs between replays. If a tensor that the graphs read has moved, or
 other adapters are active, the step runs eagerly and a later one is captured again. Adapters are compared when rows come or go,
-and with a ring's worth of steps in between. If the model needs the host, a capture fails, and all steps from
+and every 64 tokens. If the model needs the host, a capture fails, and all steps from
 that one on run eagerly.
 """
 
@@ -32,6 +32,7 @@ _log = logging.getLogger(__name__)
 _Kind = tuple[int, int, torch.dtype | None]
 """Rows and bucket of a step, and the dtype to which autocast casts."""
 _CLEARS = 8  # layers that drop a cleared sequence during one step; takes the host 0.6 ms besides index updates
+_COMPARED = 64  # tokens after which adapters are compared, if no rows come or go
 _WARM = 2  # eager steps before a capture; they compile and tune kernels
 
 
@@ -131,6 +132,7 @@ class CapturedSteps:
         self.captures, self.capture_seconds, self.capture_bytes = 0, 0.0, 0
         self._forward, self._kv, self._captures = forward, cache.kv, capture
         self._read: tuple[object, ...] = ()  # what the graphs read: adapters, and addresses of tensors
+        self._adapters: tuple[object, object] = None, None  # when they were compared, and which there were
         self._unmoved = -1, -1  # the version and length of the sequences for which _read was compared
         self._observers: list[Observer] = []  # observers that the graphs include
         self._kind: _Kind = 0, 0, None
@@ -217,7 +219,10 @@ class CapturedSteps:
 
     def _prepare(self) -> None:
         self._kv.before_step()
-        read = self._cache.adapters(), *(tensor.data_ptr() for tensor in self._kv.tensors())
+        version, length = self._place()
+        if self._adapters[0] != (at := (version, length // _COMPARED)):
+            self._adapters = at, self._cache.adapters()
+        read = self._adapters[1], *(tensor.data_ptr() for tensor in self._kv.tensors())
         if read != self._read:
             if any(step.graph is not None for step in self._steps.values()):
                 _log.info("what the captured step reads has changed; decoding eagerly until it is steady")

@@ -88,8 +88,8 @@ def adapters(model: PreTrainedModel) -> dict[str, list[list[Any]]]:
     Modules whose adapters are disabled are left out.
     """
     found = {}
-    for name, module in model.named_modules():
-        if _adapts(module) and (active := _active(module)):
+    for name, module in _adapted(model):
+        if active := _active(module):
             scales, hooks = getattr(module, "scaling", None), module._forward_pre_hooks.values()
             each = [[one, scales.get(one) if isinstance(scales, dict) else scales] for one in active]
             rows = [[str(hook.keywords), None] for hook in hooks if isinstance(hook, functools.partial)]
@@ -102,7 +102,7 @@ def kv_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
     Names are the ones of the model without adapters.
     """
-    idle = {name: _held(module) - {*_active(module)} for name, module in model.named_modules() if _adapts(module)}
+    idle = {name: _held(module) - {*_active(module)} for name, module in _adapted(model)}
     for name, weight in plain_weights(model):
         if not any(name.startswith(f"{place}.") and _of(name[len(place) + 1 :], idle[place]) for place in idle):
             yield _plain(name), weight
@@ -142,10 +142,21 @@ def _part(name: str) -> str:
     return name if found is None else found[0]
 
 
-def _adapts(module: nn.Module) -> bool:
-    """Return whether a module has adapters and replaces another module, as in PEFT."""
-    own = vars(module)
-    return not _ADAPTS.isdisjoint(own) or not _ADAPTS.isdisjoint(own["_modules"])
+def _adapted(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the names of modules with adapters, and the modules, which replace others, as in PEFT.
+
+    A running batch asks whenever requests come or go. torch's named_modules takes three times as long.
+    """
+    seen, left = {model}, [("", model)]
+    while left:
+        name, module = left.pop()
+        own = vars(module)
+        if not (_ADAPTS.isdisjoint(own) and _ADAPTS.isdisjoint(own["_modules"])):
+            yield name, module
+        for part, child in own["_modules"].items():
+            if child is not None and child not in seen:
+                seen.add(child)
+                left.append((f"{name}.{part}" if name else part, child))
 
 
 def _held(module: nn.Module) -> set[str]:
