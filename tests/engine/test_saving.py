@@ -127,7 +127,7 @@ def test_a_file_is_what_was_written_and_its_owners_alone(tmp_path: Path) -> None
     digest = tensor_file.write(tmp_path / "file", tensors)
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o600
     assert digest == hashlib.sha256((tmp_path / "file").read_bytes()).hexdigest()
-    found = tensor_file.read(tmp_path / "file", digest)
+    found = tensor_file.TensorFile(tmp_path / "file", digest).read({})
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
@@ -151,7 +151,7 @@ def test_offsets_that_are_not_those_of_the_file_are_refused(offsets: list[Any], 
     data = len(header).to_bytes(8, "little") + header + bytes(16)
     (tmp_path / "file").write_bytes(data)
     with pytest.raises(CacheError, match="is not what was saved"):
-        tensor_file.read(tmp_path / "file", hashlib.sha256(data).hexdigest())
+        tensor_file.TensorFile(tmp_path / "file", hashlib.sha256(data).hexdigest()).read({})
 
 
 def sign(path: Path, header: dict[str, Any]) -> None:

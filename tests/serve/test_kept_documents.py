@@ -247,7 +247,7 @@ def test_a_read_that_fails_once_is_tried_again(start: Any, tmp_path: Path, monke
 
         for error in (fails, CacheError):
             with monkeypatch.context() as patch:
-                patch.setattr(tensor_file, "read", error if error is fails else _raises(CacheError("damaged")))
+                patch.setattr(tensor_file, "TensorFile", error if error is fails else _raises(CacheError("damaged")))
                 assert status(other, "doc") == 404
         assert status(other, "doc") == 200
 

@@ -28,7 +28,7 @@ HUGE = 2 << 20
 """Bytes of a large page."""
 _AT_ONCE = 256 << 20  # bytes pinned by one call
 _SHARE = 4  # 1 / the part of the host's free memory that may stay pinned and unused
-_THREADS = 8
+_THREADS = 16
 
 
 def locked_bytes(size: int) -> int:

@@ -119,7 +119,7 @@ def load(model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], path: Path)
         _log.info("%s: the index of %s is rebuilt in %d layers", path, kv.settings.method.name, sum(rebuilt.values()))
     for number, layer in enumerate(layers):
         if isinstance(layer, DynamicLayer):
-            found = _read(path, header, number)
+            found = _file(path, header, number).read({})
             keys, values = found["keys"].to(model.device, copy=True), found["values"].to(model.device, copy=True)
             layer.lazy_initialization(keys, values)
             layer.keys, layer.values = keys, values
@@ -152,36 +152,47 @@ def _read_layer(
 
     taking: a lock held while blocks are allocated.
     """
-    tensors, scale = _read(path, header, number), header["files"][_name(number)]["scale"]
+    file, scale = _file(path, header, number), header["files"][_name(number)]["scale"]
     seqs = range(len(header["left_pad"]))
     lengths = [len(ids) - pad for ids, pad in zip(header["token_ids"], header["left_pad"], strict=True)]
-    if [tensors[f"rows.{seq}"].shape[1] for seq in seqs] != lengths:
+    if [file.kinds[f"rows.{seq}"][1][1] for seq in seqs] != lengths:
         raise ValueError(f"rows of other numbers of tokens than {lengths}")
-    queries = {seq: tensors[f"queries.{seq}"].to(device, copy=True) for seq in seqs if f"queries.{seq}" in tensors}
-    if not queries:
+    some = next((kind for name, kind in file.kinds.items() if name.startswith("queries.")), None)
+    if some is None:
         raise ValueError("no queries")
-    some = next(iter(queries.values()))
-    format = row_format(kv.settings.kv_dtype, some.shape[2], some.dtype)
-    shape = LayerShape(some[None, :, :0], some.new_empty((1, len(tensors["rows.0"]), 0, some.shape[2])), scale, format)
+    (dtype, (q_heads, _, dim)), (stored, (heads, *_)) = some, file.kinds["rows.0"]
+    format = row_format(kv.settings.kv_dtype, dim, dtype)
+    none = torch.empty((1, q_heads, 0, dim), dtype=dtype, device=device)
+    shape = LayerShape(none, none.new_empty((1, heads, 0, dim)), scale, format)
     size, memory = kv.settings.block_size, kv.streams.memory
-    parts = {seq: tensors[f"rows.{seq}"].split(size, dim=1) for seq in seqs}
+    counts = [-(-length // size) for length in lengths]
     with taking:
-        memory.prepare(sum(map(len, parts.values())), shape.block_bytes(size), pinned=some.is_cuda)
-        blocks = {seq: [shape.block(size, memory).share() for _ in own] for seq, own in parts.items()}
-    for seq in seqs:
-        for block, part in zip(blocks[seq], parts[seq], strict=True):
-            block.data[:, : part.shape[1]] = format.convert(part)
+        memory.prepare(sum(counts), shape.block_bytes(size), pinned=none.is_cuda)
+        blocks = {seq: [shape.block(size, memory).share() for _ in range(counts[seq])] for seq in seqs}
+    parts = {
+        seq: [block.data[:, : length - i * size] for i, block in enumerate(blocks[seq])] for seq, length in enumerate(lengths)
+    }
+    if (stored, file.kinds["rows.0"][1][2:]) == (format.stored, format.tail):  # by heads, as the file has them
+        tensors = file.read(
+            {f"rows.{seq}": [part[head] for head in range(heads) for part in own] for seq, own in parts.items()}
+        )
+    else:
+        tensors = file.read({})
+        for seq in seqs:
+            for part, rows in zip(parts[seq], tensors[f"rows.{seq}"].split(size, dim=1), strict=True):
+                part.copy_(format.convert(rows))
+    queries = {seq: tensors[f"queries.{seq}"].to(device, copy=True) for seq in seqs if f"queries.{seq}" in tensors}
     same = header["index"] == index_kind(kv)["index"] and header["index"]["options"] is not None
     indexes = _indexes(tensors) if same else {}
     states = {seq: LayerState(blocks[seq], lengths[seq], format, None, queries.get(seq), indexes.get(seq)) for seq in seqs}
     return shape, states
 
 
-def _read(path: Path, header: Mapping[str, Any], number: int) -> dict[str, Tensor]:
+def _file(path: Path, header: Mapping[str, Any], number: int) -> tensor_file.TensorFile:
     name = _name(number)
     if name not in header["files"]:
         raise CacheError(f"{path} has no {name}")
-    return tensor_file.read(path / name, header["files"][name]["sha256"])
+    return tensor_file.TensorFile(path / name, header["files"][name]["sha256"])
 
 
 def check_header(model: PreTrainedModel, path: Path) -> dict[str, Any]:

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import accumulate, pairwise
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kvthaw.cache.host_memory import as_bytes
 from kvthaw.errors import CacheError
 
 PRIVATE = 0o600
 """Mode of a file with prompts, which only its owner may read."""
+_PIECE = 1 << 20
+"""Bytes that are read at once, and hashed while the core still has them."""
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
 _CODE = re.compile(r"\(os error (\d+)\)")  # how safetensors names an error of the system
 
 
@@ -37,20 +48,64 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read(path: Path, sha256: str) -> dict[str, Tensor]:
-    """Return the tensors of a file, memory-mapped. Raises CacheError unless the file's bytes have this SHA-256."""
-    try:
-        check_regular(path)
-        with path.open("rb") as file:
-            same = hashlib.file_digest(file, "sha256").hexdigest() == sha256
-        if same:
-            with safe_open(path, "pt") as tensors:
-                return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118  # it is no dict
-    except (FileNotFoundError, SafetensorError):
-        pass
-    except OSError as error:
-        raise CacheError(f"{path} cannot be read: {error.strerror}") from error
-    raise CacheError(f"{path.parent} is damaged: {path.name} is not what was saved")
+class TensorFile:
+    """A file that write() wrote, and the SHA-256 that its bytes should have.
+
+    kinds: the dtype and shape of each tensor, in the order in which they lie in the file.
+
+    Raises CacheError if the file cannot be read or is not of this form.
+    """
+
+    def __init__(self, path: Path, sha256: str) -> None:
+        self.path, self._sha256 = path, sha256
+        with self._errors(), path.open("rb") as file:
+            check_regular(path)
+            size = int.from_bytes(file.read(8), "little")
+            found = json.loads(file.read(size)) if size < os.stat(path).st_size else {}
+            found.pop("__metadata__", None)
+            order = sorted(found, key=lambda name: int(found[name]["data_offsets"][1]))
+            self.kinds = {name: (_DTYPES[found[name]["dtype"]], torch.Size(found[name]["shape"])) for name in order}
+            at = [0, *accumulate(dtype.itemsize * shape.numel() for dtype, shape in self.kinds.values())]
+            if [found[name]["data_offsets"] for name in order] != [list(pair) for pair in pairwise(at)]:
+                raise ValueError("its tensors do not follow each other")
+            self._head = 8 + size
+            if os.stat(path).st_size != self._head + at[-1]:
+                raise ValueError("it has another size")
+
+    def read(self, places: Mapping[str, Iterable[Tensor]]) -> dict[str, Tensor]:
+        """Read all tensors. Raises CacheError unless the bytes have the SHA-256.
+
+        places: contiguous CPU tensors that a tensor is read into, one after the other. Returns the tensors without places.
+        """
+        made = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in self.kinds.items() if name not in places}
+        digest = hashlib.sha256()
+        with self._errors(), self.path.open("rb", buffering=0) as file:
+            digest.update(file.read(self._head))
+            for name, (dtype, shape) in self.kinds.items():
+                left = dtype.itemsize * shape.numel()
+                for place in places[name] if name in places else (made[name],):
+                    whole = as_bytes(place)
+                    for at in range(0, len(whole), _PIECE):
+                        part = whole[at : at + _PIECE]
+                        if file.readinto(part) != len(part):
+                            raise ValueError("it ends before its last tensor")
+                        digest.update(part)
+                    left -= len(whole)
+                if left:
+                    raise ValueError(f"{name} has {left} bytes more than its places")
+            if file.read(1) or digest.hexdigest() != self._sha256:
+                raise ValueError("it has other bytes")
+        return made
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Raise CacheError for what is wrong with the file."""
+        try:
+            yield
+        except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, RuntimeError):
+            raise CacheError(f"{self.path.parent} is damaged: {self.path.name} is not what was saved") from None
+        except OSError as error:
+            raise CacheError(f"{self.path} cannot be read: {error.strerror}") from error
 
 
 def check_regular(path: Path) -> None:
