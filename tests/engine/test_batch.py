@@ -61,6 +61,40 @@ def settings_of(method: str) -> dict[str, Any]:
     return {"budget": 48, "dense_layers": int(method in ("streaming", "h2o", "quest")), "block_size": 16}
 
 
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_requests_move_to_lower_slots_when_others_have_left(in_blocks: bool) -> None:
+    """With settings, draws, penalties and flags of their own, also in a window; a step then computes fewer slots."""
+    model, rows = build_exact("gemma3"), []
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, given: rows.append(len(given[0])))
+    blocks: dict[str, Any] = {"full_below": CAPACITY, "budget": 48, "block_size": 16, "device_memory": 1 << 20}
+    method, settings = ("pariskv-plus", blocks) if in_blocks else ("full", {})
+    samplings = [
+        Sampling(temperature=1.0, seed=i, frequency_penalty=i / 4, repetition_penalty=1 + i / 8, logprobs=2) for i in range(8)
+    ]
+    lives = [4, 4, 3, 5, 3, 40, 2, 44]
+
+    def serve(batch: Batch, which: list[int]) -> list[Request]:
+        how = [{"max_new_tokens": lives[i], "sampling": samplings[i], "stop": ()} for i in which]
+        requests = [batch.join(prompt(1, 20 + 9 * i, seed=i)[0], **one) for i, one in zip(which, how, strict=True)]
+        while batch.prefilling:
+            batch.prefill(batch.prefilling[0])
+            batch.start(timeout=None)
+        while batch.requests:  # launched before the tokens of the step before are read, as a scheduler on a GPU does
+            batch.launch()
+            batch.read(ahead=True)
+        return requests
+
+    batch = Batch(model, method, max_seqs=8, capacity=CAPACITY, **settings)
+    together = serve(batch, list(range(8)))
+    assert batch.cache.kv.moves
+    assert [one.seq for one in together[5::2]] == [1, 0]
+    assert rows[-20:] == [2] * 16 + [1] * 4
+    for i, request in enumerate(together):
+        (single,) = serve(Batch(model, method, max_seqs=1, capacity=CAPACITY, **settings), [i])
+        assert request.tokens == single.tokens, i
+        assert [one.token for one in request.logprobs] == [one.token for one in single.logprobs]
+
+
 @pytest.mark.parametrize("method", ["full", "h2o", "icecache-digest:reuse=3", "clusterkv"])
 def test_joining_and_leaving_changes_nobodys_tokens(llama: PreTrainedModel, method: str) -> None:
     rng, settings = random.Random(7), settings_of(method)

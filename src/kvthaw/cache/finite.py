@@ -106,6 +106,11 @@ class FiniteCheck:
             if number in nonfinite:
                 flag.fill_(1)
 
+    def copy(self, seq: int, to: int, layers: Sequence[LayerKV]) -> None:
+        """Copy the flags of a sequence to another slot."""
+        if flags := _flags(seq, layers):
+            torch._foreach_copy_(list(_flags(to, layers).values()), list(flags.values()))
+
     def check(self) -> None:
         """Raise CacheError for the first flag that is known to be set. Does nothing while a step is captured.
 

@@ -110,6 +110,26 @@ class KVCache(Forward):
             self.clear(seq)
             raise
 
+    @property
+    def moves(self) -> bool:
+        """Whether sequences can move between slots: no layer has an index, which a move would build again."""
+        return all(layer.updater is None and layer.retriever is None for layer in self.offloaded)
+
+    def move(self, seq: int, to: int) -> None:
+        """Move a decoding sequence to an empty slot. Blocks stay where they lie, and the host does not wait for the device."""
+        self.rollback_failed_step(ahead=True)
+        self.finish_clear()
+        sequences, layers = self.sequences, [layer.state(seq) for layer in self.layers]
+        try:
+            self.load(to, SequenceState(sequences.length(seq), sequences.ring_start[seq], layers, self.layers))
+        finally:
+            for layer in layers:
+                layer.release()
+        self.finite.copy(seq, to, self.layers)
+        if seq in sequences.ends:
+            sequences.ends[to] = sequences.ends.pop(seq)
+        self.clear(seq)
+
     def _take_back(self, step: Step, drop: int) -> int:
         """Undo the last `drop` tokens of a step exactly, or all of its tokens if `drop` is more. Returns how many."""
         sequences, kept = self.sequences, max(0, step.tokens - drop)

@@ -37,9 +37,9 @@ class Batch:
 
     Everything that a step reads is allocated for `capacity` tokens per sequence when the first request joins, at fixed
     addresses. On a GPU, captured steps (see kvthaw.engine.graph_runner) therefore serve any requests. A step computes the
-    first 1, 2, 4, 8, ... sequences, the fewest that hold all decoding ones. Each of these numbers has a capture for each
-    bucket of lengths (2,048, 8,192, ... tokens). A request gets the tokens that it would get alone. A finished request
-    leaves by itself.
+    first 1, 2, 4, 8, ... sequences, the fewest that hold all decoding ones. Under full attention requests move to lower
+    slots when others have left. Each of these numbers has a capture for each bucket of lengths (2,048, 8,192, ... tokens). A
+    request gets the tokens that it would get alone. A finished request leaves by itself.
 
     model: as for `Cache`.
     method, and the settings budget, retrieved, dense_layers, seed, block_size, host_bytes, device_memory, full_below,
@@ -266,6 +266,8 @@ class Batch:
         unread token, which the grammar must see first.
         """
         self._steps.earlier = len(self._steps)
+        if self.cache.kv.sequences.step is None:  # else the step is repeated
+            self._slots.close_up()
         for request in self.decoding:
             if request.matcher is not None and request.unread:
                 raise CacheError("a request with a grammar has an unread token; call read() first")

@@ -214,6 +214,14 @@ class Sampler:
         """Reset a sequence to greedy settings, so that it costs nothing."""
         self.join(seq, GREEDY)
 
+    def move(self, seq: int, to: int) -> None:
+        """Move a sequence without a grammar to a free place."""
+        self._samplings[to] = self._samplings[seq]
+        for state in (self._numbers, self._seeds, self._free_from, self._counts, self._prompt, self._stops, self._bias):
+            if len(state):
+                state[to].copy_(state[seq])
+        self.leave(seq)
+
     def check(self, sampling: Sampling, stops: Iterable[int] = ()) -> None:
         """Raise ConfigError for invalid token ids and for more logprobs than the model has tokens."""
         for name, tokens in (

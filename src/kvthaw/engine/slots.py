@@ -16,6 +16,9 @@ from kvthaw.engine.steps import Steps
 from kvthaw.errors import CacheError, HostMemoryError
 
 _log = logging.getLogger(__name__)
+_MOVES, _SPARE = 2, 8
+"""Most requests that move to other slots before a step; 1 / the part of the slots that must stay free, so that none moves back and
+forth as requests come and go."""
 
 
 class Slots:
@@ -52,6 +55,32 @@ class Slots:
         except Exception as error:
             _log.info("a request that was preempted begins again: %s", error)
             self.begin_again(request)
+
+    def close_up(self) -> None:
+        """Move requests from the upper half of the slots that steps compute to the lower half, if all requests fit there.
+
+        A step computes a power of two of slots. One move takes the host longer than a launch, so each call makes few.
+        """
+        kv, taken = self._cache.kv, [seq for seq, one in enumerate(self.held) if one is not None]
+        half = 1 << max(taken, default=0).bit_length() >> 1
+        if self._cache.states or not kv.moves or len(taken) > half - half // _SPARE:
+            return
+        free = (seq for seq in range(half) if self.held[seq] is None)
+        for seq in sorted((seq for seq in taken if seq >= half), reverse=True)[:_MOVES]:
+            request = self.held[seq]
+            if request is not None and self._moves(request):
+                self._move(request, next(free))
+
+    def _moves(self, request: Request) -> bool:
+        decodes = request.decodes and request.checked and request.finished is None
+        return decodes and request.matcher is None and request.seq not in self._cache.kv.sequences.paused
+
+    def _move(self, request: Request, to: int) -> None:
+        seq, kv = request.seq, self._cache.kv
+        kv.clear(to)  # steps also wrote to it while it was empty
+        kv.move(seq, to)
+        self._steps.move(seq, to)
+        self.held[seq], self.held[to], request.seq = None, request, to
 
     def start(self, request: Request) -> None:
         """Sample the first token of a request whose prompt is prefilled and indexed."""

@@ -52,6 +52,11 @@ class Steps:
         spec = request.spec
         self.sampler.join(request.seq, spec.sampling, spec.ids, spec.stop, request.matcher, output)
 
+    def move(self, seq: int, to: int) -> None:
+        """Move the latest token and the settings of a sequence to a free slot."""
+        self._latest[to].copy_(self._latest[seq])
+        self.sampler.move(seq, to)
+
     def first(self, request: Request, logits: Tensor) -> None:
         """Sample the first token of a request that has joined, from the logits [1, V] after its prompt."""
         at, place = upload([request.prompt], torch.int64, self.sampler.device), slice(request.seq, request.seq + 1)
