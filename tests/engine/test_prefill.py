@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 import kvthaw
 from kvthaw.cache import kv_prefetcher
 from kvthaw.cache.host import HostStore
+from kvthaw.engine.hf import chunks
 from kvthaw.engine.prefill import prefill
 from kvthaw.errors import ConfigError, HostMemoryError
 from kvthaw.index.bounds import BoundIndex
@@ -277,3 +279,18 @@ def test_trees_are_built_beside_the_last_chunk(fails: bool, monkeypatch: pytest.
         while len(tokens) < 20:
             tokens.append(int(model(torch.tensor([tokens[-1:]]), past_key_values=cache).logits[0, -1].argmax()))
     assert tokens == expected[0, 150:].tolist()
+
+
+@pytest.mark.parametrize(
+    ("gib", "inner", "chunk"), [(24, 14336, 8192), (80, 14336, 16384), (24, 9728, 16384), (8, 28672, 4096)]
+)
+def test_a_chunk_fits_what_a_small_gpu_keeps_for_activations(
+    gib: int, inner: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = SimpleNamespace(intermediate_size=inner, hidden_size=8192 if inner == 28672 else 4096)
+    config.get_text_config = lambda decoder: config
+    model: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, config=config)
+    monkeypatch.setattr(chunks, "available", lambda device: (0, gib << 30))
+    assert chunks.default_chunk(model) == chunk
+    model.device = torch.device("cpu")
+    assert chunks.default_chunk(model) == chunks.CHUNK

@@ -34,7 +34,7 @@ def spare(free: int, total: int) -> int:
     return max(0, free - margin(total))
 
 
-def _available(device: torch.device) -> tuple[int, int]:
+def available(device: torch.device) -> tuple[int, int]:
     """Return the free bytes of a GPU, and of all its bytes how many torch may take."""
     free, total = torch.cuda.mem_get_info(device)
     return free, int(total * torch.cuda.get_per_process_memory_fraction(device))
@@ -126,7 +126,7 @@ class DeviceMemory:
         `spare`. All processes use the smallest value of any.
         """
         if self.limit == "auto" and not self.bytes and device.type == "cuda":
-            free, total = _available(device)
+            free, total = available(device)
             taken = torch.cuda.memory_allocated(device)
             free = min(free + torch.cuda.memory_reserved(device), total) - taken + sum(self.fixed.values())
             self.bytes = self.ranks.least(spare(free, total))
@@ -136,7 +136,7 @@ class DeviceMemory:
 
         With 24 GiB that is 512 MiB, the KV of 128k tokens in a layer of 8 heads of 128 dimensions.
         """
-        return device.type == "cpu" or 7 * size <= margin(_available(device)[1])
+        return device.type == "cpu" or 7 * size <= margin(available(device)[1])
 
     def share(self, layer: int) -> int:
         """Return the bytes that blocks of a layer may take."""

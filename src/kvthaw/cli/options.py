@@ -265,7 +265,10 @@ Temperature = Annotated[
 PrefillChunk = Annotated[
     int | None,
     typer.Option(
-        "--prefill-chunk", parser=tokens_of, metavar="TOKENS", help="Tokens that go through the model at once. Default 16k."
+        "--prefill-chunk",
+        parser=tokens_of,
+        metavar="TOKENS",
+        help="Tokens that go through the model at once. Default 16k, or less on a small GPU.",
     ),
 ]
 HostMemory = Annotated[

@@ -18,7 +18,7 @@ from kvthaw.engine.hf import PreTrainedModel, Stats
 from kvthaw.engine.hf.attention import unwrap
 from kvthaw.engine.hf.batch_cache import BatchCache, check_positions
 from kvthaw.engine.hf.cache import sequence_bytes
-from kvthaw.engine.hf.chunks import CHUNK
+from kvthaw.engine.hf.chunks import default_chunk
 from kvthaw.engine.hf.handle import is_attached
 from kvthaw.engine.logprobs import TokenLogprobs
 from kvthaw.engine.request import Request, RequestOptions, checked_spec
@@ -72,12 +72,13 @@ class Batch:
         *,
         max_seqs: int,
         capacity: int,
-        prefill_chunk: int = CHUNK,
+        prefill_chunk: int | None = None,
         capture: bool = True,
         prefix_cache: PrefixCache | None = None,
         **settings: Any,
     ) -> None:
-        check_type(int, max_seqs=max_seqs, capacity=capacity, prefill_chunk=prefill_chunk)
+        check_type(int, max_seqs=max_seqs, capacity=capacity)
+        check_type(int | None, prefill_chunk=prefill_chunk)
         at_least(1, max_seqs=max_seqs, capacity=capacity, prefill_chunk=prefill_chunk)
         for name in ("budget", "retrieved"):
             limit = settings.get(name, getattr(settings.get("config"), name, None))
@@ -92,7 +93,9 @@ class Batch:
         self.admission = Admission(self.cache, prefix_cache)
         capture = capture and model.device.type == "cuda"
         room = self.admission.leaves_room
-        self.prompts = BatchPrompts(model, self.cache, prefix_cache, room, prefill_chunk, capture=capture)
+        self.prompts = BatchPrompts(
+            model, self.cache, prefix_cache, room, prefill_chunk or default_chunk(model), capture=capture
+        )
         self._failed: list[Request] = []  # requests that could not start, which read() has not returned
         self.vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
         self._steps = Steps(model, self.cache, self.vocabulary, capture=capture)

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from kvthaw.engine.hf import Cache, PreTrainedModel
 from kvthaw.engine.hf.cache_argument import CACHE
-from kvthaw.engine.hf.chunks import CHUNK, spans
+from kvthaw.engine.hf.chunks import default_chunk, spans
 from kvthaw.engine.hf.fused import fused
 from kvthaw.engine.hf.prefill_progress import PrefillProgress, Tell
 
 DENSE_CHUNK = 2048
-"""CHUNK if all KV stays on the device."""
+"""Tokens per chunk if all KV stays on the device."""
 
 
 def prefill(
@@ -30,7 +30,7 @@ def prefill(
 
     Does not wait for offloading and indexing.
 
-    chunk: tokens per chunk. None: CHUNK, or DENSE_CHUNK if all KV stays on the device. Models whose later chunks would lack
+    chunk: tokens per chunk. None: default_chunk, or DENSE_CHUNK if all KV stays on the device. Models whose later chunks would lack
         state take the whole prompt at once.
     progress: progress(done, total), in tokens, is called at the start and after every layer of every chunk.
     """
@@ -52,7 +52,7 @@ def chunks(
     """Prefill a prompt as `prefill` does. Yields the logits [V] after each chunk."""
     total, told = len(ids), PrefillProgress(model, progress)
     told.begin(total)
-    size = total if cache.prefills_whole else chunk or (DENSE_CHUNK if cache.settings.method.dense else CHUNK)
+    size = total if cache.prefills_whole else chunk or (DENSE_CHUNK if cache.settings.method.dense else default_chunk(model))
     tokens = torch.tensor([list(ids)], device=model.device)
     with cache.prompt(total):
         for _, _, logits in forwards(

@@ -13,18 +13,37 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from kvthaw.cache.device_memory import available, margin
 from kvthaw.engine.hf.cache import Cache
 from kvthaw.engine.hf.cache_argument import CACHE
 
 CHUNK = 16384
-"""Tokens of a prompt per forward. For an 8B model, attention takes longer than the transfer of earlier KV from 3,000 tokens
+"""Most tokens of a prompt per forward. For an 8B model, attention takes longer than the transfer of earlier KV from 3,000 tokens
 on. At this size matrix products run at full speed, and activations take 2 GB."""
+_LEAST = 2048
+_APART = 2.5  # memory that activations take with gaps between them, of their bytes
 
 _log = logging.getLogger(__name__)
 _WITH_TOKENS = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1, "cache_position": 0}
 """Arguments of forward with one column per new token, and the dimension of the columns."""
 _AS_THEY_ARE = {CACHE, "use_cache", "return_dict"}
+
+
+def default_chunk(model: PreTrainedModel) -> int:
+    """Return the tokens of a prompt per forward: CHUNK, or fewer if their activations would not fit what a GPU keeps for them.
+
+    With 24 GiB and 8B weights of 16 bits there are 8,192. In chunks of 16,384 a running batch ran out of memory.
+    """
+    if model.device.type != "cuda":
+        return CHUNK
+    config, chunk = model.config.get_text_config(decoder=True), CHUNK
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    token = _APART * model.dtype.itemsize * (2 * inner + 6 * config.hidden_size)
+    while chunk > _LEAST and chunk * token > margin(available(model.device)[1]):
+        chunk //= 2
+    return chunk
 
 
 def spans(tokens: int, chunk: int) -> list[tuple[int, int]]:

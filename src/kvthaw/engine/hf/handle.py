@@ -25,7 +25,7 @@ from kvthaw.config import CacheConfig, KvDtype
 from kvthaw.engine.hf.attention import attends, give_back_attention, unwrap
 from kvthaw.engine.hf.cache import Cache
 from kvthaw.engine.hf.cache_argument import CACHE, pop_cache
-from kvthaw.engine.hf.chunks import CHUNK, columns_of, drafted, in_chunks, may_reuse, new_tokens
+from kvthaw.engine.hf.chunks import columns_of, default_chunk, drafted, in_chunks, may_reuse, new_tokens
 from kvthaw.engine.hf.fused import fused, fusing
 from kvthaw.engine.hf.layer import CacheLayer
 from kvthaw.engine.hf.prefill_progress import PrefillProgress, Tell
@@ -324,7 +324,7 @@ def attach(
     device_memory: int | str | None = None,
     full_below: int | None = None,
     kv_dtype: KvDtype | None = None,
-    prefill_chunk: int = CHUNK,
+    prefill_chunk: int | None = None,
     capture: bool = True,
     prefix_cache: PrefixCache | None = None,
     progress: Tell | None = None,
@@ -335,8 +335,8 @@ def attach(
     Arguments as for `Cache`. A wrapper (PEFT, DistributedDataParallel, a compiled module) is attached through the model
     inside.
 
-    prefill_chunk: the most prompt tokens per forward. Earlier KV is streamed back from the host, so device memory does not
-        grow with the prompt. Exceptions are dense_layers and an index on the device.
+    prefill_chunk: the most prompt tokens per forward; None: 16,384, or fewer on a small GPU. Earlier KV is streamed back from
+        the host, so device memory does not grow with the prompt. Exceptions are dense_layers and an index on the device.
     capture: on a GPU, replay decode steps as one CUDA graph, or as several with host searches between them. Steps that
         cannot be captured, and all steps on a CPU, run eagerly; the logger kvthaw.engine.hf.replay says why.
     prefix_cache: prompts of one sequence start with their cached prefix, and are cached in it. A conversation that is
@@ -359,7 +359,7 @@ def attach(
     """
     config, _ = CacheConfig.split(locals() | options)
     model = unwrap(model)
-    check_type(int, prefill_chunk=prefill_chunk)
+    check_type(int | None, prefill_chunk=prefill_chunk)
     check_type(PrefixCache | None, prefix_cache=prefix_cache)
     check_type(Callable | None, progress=progress)
     at_least(1, prefill_chunk=prefill_chunk)
@@ -379,4 +379,4 @@ def attach(
         if not served:
             give_back_attention(model)
         raise
-    return Handle(Forward(model, make, settings, capture, prefill_chunk, prefix_cache, progress))
+    return Handle(Forward(model, make, settings, capture, prefill_chunk or default_chunk(model), prefix_cache, progress))
