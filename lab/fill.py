@@ -128,7 +128,7 @@ def _fill(cache: KVCache, tokens: Iterator[Tokens], batch: int, shared: bool, co
         cache.reorder([0] * batch)
     for layer in cache.offloaded if coming else ():
         for seq in range(batch):  # after all have shared: what is taken is each one's own
-            layer.store.claim(seq, layer.store.length(seq) + coming)
+            layer.store.claim([(seq, layer.store.length(seq) + coming)])
 
 
 def _offloaded(cache: KVCache, tokens: Iterator[Tokens], shared: bool) -> Iterator[Tokens]:

@@ -222,7 +222,7 @@ def test_room_for_rows_that_a_kernel_writes_is_in_blocks_of_ones_own() -> None:
     store = HostStore(1, HEADS, DIM, torch.float32, block_size=BLOCK_SIZE)
     store.append(0, rows(list(range(BLOCK_SIZE + 2))))
     store.reorder([0, 0])
-    store.claim(0, BLOCK_SIZE + 3)
+    store.claim([(0, BLOCK_SIZE + 3)])
     (whole, part), (others, other) = store.table.row(0).tolist(), store.table.row(1).tolist()
     assert whole == others
     assert part != other
@@ -313,9 +313,9 @@ def test_blocks_lie_on_the_device_while_it_has_room() -> None:
     device = DeviceMemory(3 * store.block_bytes, [0])
     device.resolve(torch.device("cpu"))
     store.device = DeviceBlocks(device, 0, store.shape, torch.float32, torch.device("cpu"))
-    store.claim(0, 4)
+    store.claim([(0, 4)])
     assert (store.room, store.host_need(1), store.host_need(3)) == (1, 0, 2 * store.block_bytes)
-    store.claim(1, 4)
+    store.claim([(1, 4)])
     assert [block.on_device for seq in (0, 1) for block in store.blocks(seq)] == [True, True, True, False]
     store.truncate(0, 0)
     assert store.room == 2

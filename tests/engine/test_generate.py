@@ -420,7 +420,7 @@ def test_an_index_that_serves_any_budget_is_not_built_again(
     for mine, theirs in zip(fork.kv.offloaded, first.kv.offloaded, strict=True):
         held = theirs.store.reserved(0)
         assert mine.store.table.row(0)[0] == theirs.store.table.row(0)[0], "rows are shared"
-        mine.store.claim(0, held + 1)
+        mine.store.claim([(0, held + 1)])
         assert theirs.store.reserved(0) == held, "what comes to a fork is its own"
     others = (  # of other regions; of more tokens than the prompt's; of a method made again, which may have other options
         (first, method, 48),

@@ -155,7 +155,7 @@ def test_keys_are_read_once_they_have_arrived() -> None:
 @pytest.mark.gpu
 def test_keys_on_their_way_to_the_host_are_waited_for_on_the_device(device: torch.device) -> None:
     store, streams = HostStore(1, 8, 128, torch.bfloat16, pinned=True), Streams()
-    store.claim(0, 1 << 15)
+    store.claim([(0, 1 << 15)])
     for _ in range(3):
         keys = torch.randn(8, 1 << 15, 128, device=device).bfloat16()
         store.truncate(0, 0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -202,6 +202,11 @@ class HostStore:
         return self._length[seq]
 
     @property
+    def lengths(self) -> list[int]:
+        """The number of readable tokens of each sequence."""
+        return self._length
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of a block."""
         return math.prod(self.shape) * self.format.stored.itemsize
@@ -248,7 +253,7 @@ class HostStore:
             rows.
         """
         start, n, rows = self._length[seq], rows.shape[1], self.format.encode(rows)
-        self.claim(seq, start + n)
+        self.claim([(seq, start + n)])
         for number, offset, done, take in self._pieces(start, start + n):
             block, source = self._writable(seq, number), rows[:, done : done + take]
             if take == self.block_size:
@@ -258,9 +263,10 @@ class HostStore:
                     block[h, offset : offset + take].copy_(source[h], non_blocking=non_blocking)
         self._length[seq] = start + n
 
-    def extend(self, seq: int, length: int) -> None:
-        """Set the length of a sequence to `length` tokens. The new rows are being copied to the space that claim() allocated."""
-        self._length[seq] = length
+    def extend(self, ends: Iterable[tuple[int, int]]) -> None:
+        """Set the lengths of sequences: (sequence, tokens). The new rows are being copied to the space that claim() allocated."""
+        for seq, end in ends:
+            self._length[seq] = end
 
     def arrive(self, copied: torch.cuda.Event, *, ordered: bool) -> None:
         """Record that all rows appended so far are in place when `copied` passes.
@@ -281,16 +287,18 @@ class HostStore:
             torch.cuda.current_stream(device).wait_event(self.arriving)
             self.ordered = True
 
-    def claim(self, seq: int, length: int) -> None:
-        """Allocate the blocks for `length` tokens of a sequence. Shared blocks that will be written are copied."""
-        blocks = self.table.blocks[seq]
-        if (lacking := -(-length // self.block_size) - len(blocks)) > 0:
-            self.memory.prepare(max(0, lacking - self.room), self.block_bytes, pinned=self.pinned)
-        while len(blocks) * self.block_size < length:
-            blocks.append(self._new_block())
-            self.table.changed(seq)
-        for number in range(self._length[seq] // self.block_size, -(-length // self.block_size)):
-            self._writable(seq, number)
+    def claim(self, ends: Iterable[tuple[int, int]]) -> None:
+        """Allocate the blocks of sequences: (sequence, tokens). Shared blocks that will be written are copied."""
+        size = self.block_size
+        for seq, end in ends:
+            blocks, last = self.table.blocks[seq], -(-end // size)
+            if last > len(blocks):
+                self.memory.prepare(max(0, last - len(blocks) - self.room), self.block_bytes, pinned=self.pinned)
+            while last > len(blocks):
+                blocks.append(self._new_block())
+                self.table.changed(seq)
+            for number in range(self._length[seq] // size, last):
+                self._writable(seq, number)
 
     def replace(self, old: Block, new: Block) -> bool:
         """Replace a block by its copy in every sequence and prefix. Returns whether any held it."""

@@ -335,9 +335,7 @@ class LayerStorage:
     def reserve(self, ends: Mapping[int, int]) -> None:
         """Allocate the blocks for offloading up to `ends`, by sequence. Raises HostMemoryError."""
         self.finish_moves()
-        for seq, end in ends.items():
-            if end > self.store.length(seq):
-                self.store.claim(seq, end)
+        self.store.claim((seq, end) for seq, end in ends.items() if end > self.store.length(seq))
 
     def finish_moves(self) -> None:
         """Free the device memory of blocks whose copy to the host is complete."""
@@ -405,12 +403,10 @@ def offload(layers: Sequence[LayerStorage], spans: Sequence[Span]) -> Tensor:
     new = [(seq, stored, stop) for seq, _, stop, stored in spans if stored < stop]
     for each in layers:
         each.order()
-        for seq, _, stop in new:
-            each.store.claim(seq, stop)
+        each.store.claim((seq, stop) for seq, _, stop in new)
     for each in layers:
-        for seq, start, stop in new:
-            each.store.extend(seq, stop)
-            each.latest[seq] = start, stop
+        each.store.extend((seq, stop) for seq, _, stop in new)
+        each.latest.update((seq, (start, stop)) for seq, start, stop in new)
     rows = _copy(layers, spans)
     if new and rows.is_cuda:  # a few rows, before the next step writes in their places
         copied = torch.cuda.Event()
@@ -431,12 +427,11 @@ def offload_prompts(layers: Sequence[LayerStorage], parts: Sequence[Row], rows: 
     one, stores = layers[0], [each.store for each in layers]
     for each in layers:
         each.up_to({part.seq: part.past for part in parts})
-    stored = {part.seq: one.store.length(part.seq) for part in parts}
+    stored, ends = {part.seq: one.store.length(part.seq) for part in parts}, [(part.seq, part.length) for part in parts]
     try:
         with one.streams.beside(rows.device):  # where blocks are written to first
             for store in stores:
-                for part in parts:
-                    store.claim(part.seq, part.length)
+                store.claim(ends)
     except HostMemoryError:
         for store in stores:
             for seq, length in stored.items():
@@ -454,8 +449,7 @@ def offload_prompts(layers: Sequence[LayerStorage], parts: Sequence[Row], rows: 
         else:
             freeze_definition(slabs, [_blocks(store) for store in stores], one.store.block_size, spans, none, **how)
     for store in stores:
-        for part in parts:
-            store.extend(part.seq, part.length)
+        store.extend(ends)
 
 
 def _blocks(store: HostStore) -> list[list[Tensor]]:

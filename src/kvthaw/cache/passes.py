@@ -167,9 +167,13 @@ def renew(layers: Sequence[OffloadedLayer], sequences: Sequences, streams: Strea
 def flush(layers: Sequence[OffloadedLayer], leaving: Sequence[Leaving]) -> bool:
     """Offload and index the tokens that leave rings, in few kernels. Idempotent. Returns False if sequences are stale."""
     alike: dict[tuple[tuple[Span, ...], Hashable], list[OffloadedLayer]] = {}
+    before, spans = list[int](), tuple[Span, ...]()
     for layer in layers if leaving else ():
         layer.storage.finish_moves()
-        if spans := tuple(_lacking(layer, leaving)):
+        if layer.updater is not None or layer.store.lengths != before:  # else as in the layer before
+            spans = tuple(_lacking(layer, leaving))
+            before = list(layer.store.lengths) if layer.updater is None else []
+        if spans:
             alike.setdefault((spans, layer.storage.kind), []).append(layer)
     for (spans, _), some in alike.items():
         row = some[0].slab.data[0, :, 0].nbytes
