@@ -270,6 +270,10 @@ def test_a_pattern_that_takes_minutes_for_a_large_vocabulary_is_refused(pattern:
         (r"\é]?", "é]", True),
         ("[^]é", "日é", True),
         (r"[^\é]+", "é", False),
+        ("(b+c)?", "b", False),
+        ("(ab{1,3}|c)?", "abb", True),
+        ("(ab{1,3}|c)?", "b", False),
+        ("a*?b??(?:c)?", "aac", True),
     ],
 )
 def test_a_pattern_is_followed_within_json(

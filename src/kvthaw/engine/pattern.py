@@ -138,10 +138,15 @@ def without_characters(pattern: str) -> str | None:
 def plain(pattern: str) -> str:
     """Return an equal pattern of ASCII. xgrammar makes a state machine of it.
 
-    Without a state machine masks take up to seconds, and JSON may have quotes that end no string.
+    Without a state machine masks take up to seconds, and JSON may have quotes that end no string. `?` becomes {0,1}: xgrammar
+    matches b by (b+c)?. Marks of lazy repetition are left out.
     """
-    written = "".join(_PLAIN.get(part[0], part[0]) for part in _PARTS.finditer(pattern))
-    return re.sub(r"\\?([^\0-\x7f])", lambda found: f"\\u{{{ord(found[1]):x}}}", written)
+    written, repeats = list[str](), False
+    for part in _PARTS.finditer(pattern):
+        once = "" if repeats else "{0,1}"
+        written.append(once if part[0] == "?" else _PLAIN.get(part[0], part[0]))
+        repeats = part[0] in ("*", "+", "?") or part[2] is not None
+    return re.sub(r"\\?([^\0-\x7f])", lambda found: f"\\u{{{ord(found[1]):x}}}", "".join(written))
 
 
 def _matched(text: str) -> AbstractSet[str]:
