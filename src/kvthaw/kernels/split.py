@@ -42,8 +42,8 @@ def split_for(
     for stages. Four of them share a multiprocessor and wait for each other's rows. They get two waves, of two blocks at
     least. Rows of whole blocks are read best by programs with many keys each, which hold a block of 64 KiB in registers: on
     an H100 64 sequences of 1k keys take 107 us instead of 124, 16 of 4k take 95 instead of 126. One of many sequences
-    may be much longer than the others, so each has several programs. On an H200 30 requests of a trace, one with 4,294 tokens,
-    take 71 us with four programs a head instead of 112, and 100 of them 158 with two instead of 177.
+    may be much longer than the others, so each has several programs. For 30 requests of a trace, the longest with
+    4,294 tokens, an H200 takes 71 us instead of 112, by four programs a head. For 100 requests two take 158 us instead of 177.
     """
     row = 2 * triton_block(dim) * itemsize
     block = min(128, max(16, 32768 // row))
