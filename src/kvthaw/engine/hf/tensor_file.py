@@ -10,6 +10,7 @@ import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from io import BufferedReader
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -58,8 +59,7 @@ class TensorFile:
 
     def __init__(self, path: Path, sha256: str) -> None:
         self.path, self._sha256 = path, sha256
-        with self._errors(), path.open("rb") as file:
-            check_regular(path)
+        with self._errors(), _opened(path) as file:
             size = int.from_bytes(file.read(8), "little")
             found = json.loads(file.read(size)) if size < os.stat(path).st_size else {}
             found.pop("__metadata__", None)
@@ -79,7 +79,7 @@ class TensorFile:
         """
         made = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in self.kinds.items() if name not in places}
         digest = hashlib.sha256()
-        with self._errors(), self.path.open("rb", buffering=0) as file:
+        with self._errors(), _opened(self.path) as file:
             digest.update(file.read(self._head))
             for name, (dtype, shape) in self.kinds.items():
                 left = dtype.itemsize * shape.numel()
@@ -106,6 +106,12 @@ class TensorFile:
             raise CacheError(f"{self.path.parent} is damaged: {self.path.name} is not what was saved") from None
         except OSError as error:
             raise CacheError(f"{self.path} cannot be read: {error.strerror}") from error
+
+
+def _opened(path: Path) -> BufferedReader:
+    """Open a regular file. Raises OSError for a pipe, before it would hang."""
+    check_regular(path)
+    return path.open("rb")
 
 
 def check_regular(path: Path) -> None:
