@@ -292,5 +292,7 @@ def test_a_chunk_fits_what_a_small_gpu_keeps_for_activations(
     model: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, config=config)
     monkeypatch.setattr(chunks, "available", lambda device: (0, gib << 30))
     assert chunks.default_chunk(model) == chunk
+    config.intermediate_size = [inner // 2, inner]
+    assert chunks.default_chunk(model) == chunk
     model.device = torch.device("cpu")
     assert chunks.default_chunk(model) == chunks.CHUNK

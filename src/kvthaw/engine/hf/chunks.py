@@ -40,6 +40,7 @@ def default_chunk(model: PreTrainedModel) -> int:
         return CHUNK
     config, chunk = model.config.get_text_config(decoder=True), CHUNK
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    inner = inner if isinstance(inner, int) else max(inner)  # Gemma 3n has one of each layer
     token = _APART * model.dtype.itemsize * (2 * inner + 6 * config.hidden_size)
     while chunk > _LEAST and chunk * token > margin(available(model.device)[1]):
         chunk //= 2
