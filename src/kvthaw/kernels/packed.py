@@ -99,48 +99,12 @@ if HAS_TRITON:
             top = tl.zeros((BLOCK_M,), tl.float32) + tl.load(sinks + head).to(tl.float32) * LOG2E
             sums += 1.0
         acc, top, sums = _attend_run(
-            q,
-            acc,
-            top,
-            sums,
-            keys,
-            values,
-            0,
-            begin,
-            row,
-            n,
-            k_row,
-            v_row,
-            scale,
-            softcap,
-            DIM,
-            BLOCK_D,
-            BLOCK_N,
-            False,
-            UPCAST,
-        )
+            q, acc, top, sums, keys, values, 0, begin, row, n, k_row, v_row, scale, softcap, DIM, BLOCK_D, BLOCK_N, False, UPCAST,
+        )  # fmt: skip
         end = tl.minimum(begin + BLOCK_M, n)
         acc, top, sums = _attend_run(
-            q,
-            acc,
-            top,
-            sums,
-            keys,
-            values,
-            begin,
-            end,
-            row,
-            n,
-            k_row,
-            v_row,
-            scale,
-            softcap,
-            DIM,
-            BLOCK_D,
-            BLOCK_N,
-            True,
-            UPCAST,
-        )
+            q, acc, top, sums, keys, values, begin, end, row, n, k_row, v_row, scale, softcap, DIM, BLOCK_D, BLOCK_N, True, UPCAST,
+        )  # fmt: skip
         to = out + head * o_head + (first + row)[:, None] * o_row + d[None, :]
         tl.store(to, (acc / sums[:, None]).to(out.dtype.element_ty), mask=held)
 
