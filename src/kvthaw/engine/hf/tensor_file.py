@@ -10,7 +10,7 @@ import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from io import BufferedReader
+from io import FileIO
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -24,8 +24,10 @@ from kvthaw.errors import CacheError
 
 PRIVATE = 0o600
 """Mode of a file with prompts, which only its owner may read."""
-_PIECE = 1 << 20
-"""Bytes that are read at once, and hashed while the core still has them."""
+_PIECE = 8 << 20
+"""Bytes that are read at once to be hashed. Threads that read at the same time wait for each other once a piece."""
+_PARTS = 512
+"""Parts of tensors that are read by one call of the system; Linux takes up to 1,024."""
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -44,9 +46,9 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> str:
     except SafetensorError as error:
         code = int(found[1]) if (found := _CODE.search(str(error))) else errno.EIO
         raise OSError(code, os.strerror(code), str(path)) from error
-    with path.open("rb") as file:
+    with _opened(path) as file:
         os.fsync(file.fileno())
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return _sha256(file)
 
 
 class TensorFile:
@@ -73,28 +75,21 @@ class TensorFile:
                 raise ValueError("it has another size")
 
     def read(self, places: Mapping[str, Iterable[Tensor]]) -> dict[str, Tensor]:
-        """Read all tensors. Raises CacheError unless the bytes have the SHA-256.
+        """Read all tensors. Raises CacheError, before it writes to a place, unless the bytes have the SHA-256.
 
         places: contiguous CPU tensors that a tensor is read into, one after the other. Returns the tensors without places.
         """
         made = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in self.kinds.items() if name not in places}
-        digest = hashlib.sha256()
+        parts = list[memoryview]()
         with self._errors(), _opened(self.path) as file:
-            digest.update(file.read(self._head))
             for name, (dtype, shape) in self.kinds.items():
-                left = dtype.itemsize * shape.numel()
-                for place in places[name] if name in places else (made[name],):
-                    whole = as_bytes(place)
-                    for at in range(0, len(whole), _PIECE):
-                        part = whole[at : at + _PIECE]
-                        if file.readinto(part) != len(part):
-                            raise ValueError("it ends before its last tensor")
-                        digest.update(part)
-                    left -= len(whole)
-                if left:
+                own = [as_bytes(place) for place in (places[name] if name in places else (made[name],))]
+                if (left := dtype.itemsize * shape.numel() - sum(map(len, own))) != 0:
                     raise ValueError(f"{name} has {left} bytes more than its places")
-            if file.read(1) or digest.hexdigest() != self._sha256:
+                parts += filter(None, own)
+            if _sha256(file) != self._sha256:
                 raise ValueError("it has other bytes")
+            _read_into(file, self._head, parts)
         return made
 
     @contextmanager
@@ -108,10 +103,30 @@ class TensorFile:
             raise CacheError(f"{self.path} cannot be read: {error.strerror}") from error
 
 
-def _opened(path: Path) -> BufferedReader:
+def _sha256(file: FileIO) -> str:
+    """Return the SHA-256 of a file, as hashlib.file_digest does with pieces of 256 KiB."""
+    digest, piece = hashlib.sha256(), memoryview(bytearray(_PIECE))
+    while size := file.readinto(piece):
+        digest.update(piece[:size])
+    return digest.hexdigest()
+
+
+def _read_into(file: FileIO, at: int, parts: list[memoryview]) -> None:
+    """Read a file from byte `at` on into parts of memory, one after the other. Raises ValueError if it ends before the last."""
+    while parts:
+        if not (size := os.preadv(file.fileno(), parts[:_PARTS], at)):
+            raise ValueError("it ends before its last tensor")
+        at += size
+        while parts and size >= len(parts[0]):
+            size -= len(parts.pop(0))
+        if parts:
+            parts[0] = parts[0][size:]
+
+
+def _opened(path: Path) -> FileIO:
     """Open a regular file. Raises OSError for a pipe, before it would hang."""
     check_regular(path)
-    return path.open("rb")
+    return path.open("rb", buffering=0)
 
 
 def check_regular(path: Path) -> None:
