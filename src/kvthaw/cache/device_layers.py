@@ -192,9 +192,11 @@ class DenseLayer(DeviceLayer):
     def load(self, seq: int, state: LayerState, start: int) -> None:
         at = 0
         for block in state.blocks:
-            rows = block.data[:, : state.stored - at].to(self._data.device, non_blocking=True)
-            rows = rows if state.format is None else state.format.decode(rows)
-            self._data[seq, :, at : at + rows.shape[1]], at = rows, at + rows.shape[1]
+            rows = block.data[:, : state.stored - at]
+            if state.format is not None and rows.dtype != self._data.dtype:
+                rows = state.format.decode(rows.to(self._data.device, non_blocking=True))
+            self._data[seq, :, at : at + rows.shape[1]].copy_(rows, non_blocking=True)
+            at += rows.shape[1]
         if state.queries is not None:
             self.recent_queries[seq] = state.queries.to(self._data.device)
 

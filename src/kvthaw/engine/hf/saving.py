@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvthaw.cache.device_layers import DenseLayer
+from kvthaw.cache.host_memory import Block, as_bytes
 from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import IndexState, LayerShape, LayerState
@@ -169,23 +170,28 @@ def _read_layer(
     with taking:
         memory.prepare(sum(counts), shape.block_bytes(size), pinned=none.is_cuda)
         blocks = {seq: [shape.block(size, memory).share() for _ in range(counts[seq])] for seq in seqs}
-    parts = {
-        seq: [block.data[:, : length - i * size] for i, block in enumerate(blocks[seq])] for seq, length in enumerate(lengths)
-    }
     if (stored, file.kinds["rows.0"][1][2:]) == (format.stored, format.tail):  # by heads, as the file has them
-        tensors = file.read(
-            {f"rows.{seq}": [part[head] for head in range(heads) for part in own] for seq, own in parts.items()}
-        )
+        tensors = file.read({f"rows.{seq}": _by_heads(blocks[seq], size, length) for seq, length in enumerate(lengths)})
     else:
         tensors = file.read({})
         for seq in seqs:
-            for part, rows in zip(parts[seq], tensors[f"rows.{seq}"].split(size, dim=1), strict=True):
-                part.copy_(format.convert(rows))
+            for block, rows in zip(blocks[seq], tensors[f"rows.{seq}"].split(size, dim=1), strict=True):
+                block.data[:, : rows.shape[1]].copy_(format.convert(rows))
     queries = {seq: tensors[f"queries.{seq}"].to(device, copy=True) for seq in seqs if f"queries.{seq}" in tensors}
     same = header["index"] == index_kind(kv)["index"] and header["index"]["options"] is not None
     indexes = _indexes(tensors) if same else {}
     states = {seq: LayerState(blocks[seq], lengths[seq], format, None, queries.get(seq), indexes.get(seq)) for seq in seqs}
     return shape, states
+
+
+def _by_heads(blocks: Sequence[Block], block_size: int, tokens: int) -> list[memoryview]:
+    """Return the memory of the first `tokens` rows of each head in blocks [H, block_size, *tail], head by head."""
+    found, counts = list[list[memoryview]](), [min(block_size, tokens - at) for at in range(0, tokens, block_size)]
+    for block, count in zip(blocks, counts, strict=True):  # one call of torch a block: threads share Python's lock
+        data, heads = as_bytes(block.data), len(block.data)
+        row = len(data) // (heads * block_size)
+        found.append([data[head * block_size * row :][: count * row] for head in range(heads)])
+    return [part for head in zip(*found, strict=True) for part in head]
 
 
 def _file(path: Path, header: Mapping[str, Any], number: int) -> tensor_file.TensorFile:

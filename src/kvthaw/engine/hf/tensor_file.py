@@ -8,7 +8,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import FileIO
 from itertools import accumulate, pairwise
@@ -74,16 +74,16 @@ class TensorFile:
             if os.stat(path).st_size != self._head + at[-1]:
                 raise ValueError("it has another size")
 
-    def read(self, places: Mapping[str, Iterable[Tensor]]) -> dict[str, Tensor]:
+    def read(self, places: Mapping[str, list[memoryview]]) -> dict[str, Tensor]:
         """Read all tensors. Raises CacheError, before it writes to a place, unless the bytes have the SHA-256.
 
-        places: contiguous CPU tensors that a tensor is read into, one after the other. Returns the tensors without places.
+        places: parts of memory that a tensor is read into, one after the other. Returns the tensors without places.
         """
         made = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in self.kinds.items() if name not in places}
         parts = list[memoryview]()
         with self._errors(), _opened(self.path) as file:
             for name, (dtype, shape) in self.kinds.items():
-                own = [as_bytes(place) for place in (places[name] if name in places else (made[name],))]
+                own = places[name] if name in places else [as_bytes(made[name])]
                 if (left := dtype.itemsize * shape.numel() - sum(map(len, own))) != 0:
                     raise ValueError(f"{name} has {left} bytes more than its places")
                 parts += filter(None, own)
