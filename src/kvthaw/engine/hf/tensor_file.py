@@ -24,10 +24,10 @@ from kvthaw.errors import CacheError
 
 PRIVATE = 0o600
 """Mode of a file with prompts, which only its owner may read."""
-_PIECE = 8 << 20
-"""Bytes that are read at once to be hashed. Threads that read at the same time wait for each other once a piece."""
-_PARTS = 512
-"""Parts of tensors that are read by one call of the system; Linux takes up to 1,024."""
+_PIECE = 4 << 20
+"""Bytes that are read by one call of the system, and hashed while the core's caches still hold them."""
+_PARTS = 1024
+"""Parts of memory that one call of the system can read into."""
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -48,7 +48,7 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> str:
         raise OSError(code, os.strerror(code), str(path)) from error
     with _opened(path) as file:
         os.fsync(file.fileno())
-        return _sha256(file)
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class TensorFile:
@@ -75,21 +75,25 @@ class TensorFile:
                 raise ValueError("it has another size")
 
     def read(self, places: Mapping[str, list[memoryview]]) -> dict[str, Tensor]:
-        """Read all tensors. Raises CacheError, before it writes to a place, unless the bytes have the SHA-256.
+        """Read all tensors. Raises CacheError unless the bytes have the SHA-256.
 
         places: parts of memory that a tensor is read into, one after the other. Returns the tensors without places.
         """
         made = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in self.kinds.items() if name not in places}
-        parts = list[memoryview]()
+        parts, digest = list[memoryview](), hashlib.sha256()
         with self._errors(), _opened(self.path) as file:
             for name, (dtype, shape) in self.kinds.items():
                 own = places[name] if name in places else [as_bytes(made[name])]
                 if (left := dtype.itemsize * shape.numel() - sum(map(len, own))) != 0:
                     raise ValueError(f"{name} has {left} bytes more than its places")
-                parts += filter(None, own)
-            if _sha256(file) != self._sha256:
+                parts += own
+            digest.update(file.read(self._head))
+            for piece in _pieces(parts):
+                _fill(file, piece)
+                for part in piece:
+                    digest.update(part)
+            if file.read(1) or digest.hexdigest() != self._sha256:
                 raise ValueError("it has other bytes")
-            _read_into(file, self._head, parts)
         return made
 
     @contextmanager
@@ -103,24 +107,30 @@ class TensorFile:
             raise CacheError(f"{self.path} cannot be read: {error.strerror}") from error
 
 
-def _sha256(file: FileIO) -> str:
-    """Return the SHA-256 of a file, as hashlib.file_digest does with pieces of 256 KiB."""
-    digest, piece = hashlib.sha256(), memoryview(bytearray(_PIECE))
-    while size := file.readinto(piece):
-        digest.update(piece[:size])
-    return digest.hexdigest()
+def _pieces(parts: list[memoryview]) -> Iterator[list[memoryview]]:
+    """Yield parts of memory in lists of at most _PIECE bytes and _PARTS parts; a longer part is cut."""
+    piece, room = list[memoryview](), _PIECE
+    for part in parts:
+        for at in range(0, len(part), _PIECE):
+            each = part[at : at + _PIECE]
+            if len(each) > room or len(piece) == _PARTS:
+                yield piece
+                piece, room = [], _PIECE
+            piece.append(each)
+            room -= len(each)
+    if piece:
+        yield piece
 
 
-def _read_into(file: FileIO, at: int, parts: list[memoryview]) -> None:
-    """Read a file from byte `at` on into parts of memory, one after the other. Raises ValueError if it ends before the last."""
+def _fill(file: FileIO, parts: list[memoryview]) -> None:
+    """Read a file into parts of memory, one after the other. Raises ValueError if it ends before the last."""
     while parts:
-        if not (size := os.preadv(file.fileno(), parts[:_PARTS], at)):
+        if not (size := os.readv(file.fileno(), parts)):
             raise ValueError("it ends before its last tensor")
-        at += size
         while parts and size >= len(parts[0]):
-            size -= len(parts.pop(0))
-        if parts:
-            parts[0] = parts[0][size:]
+            size, parts = size - len(parts[0]), parts[1:]
+        if size:
+            parts = [parts[0][size:], *parts[1:]]
 
 
 def _opened(path: Path) -> FileIO:
