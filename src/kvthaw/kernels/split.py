@@ -16,12 +16,16 @@ _BESIDE = 24 << 10
 @dataclass(frozen=True, slots=True)
 class Split:
     """How keys are split: `splits` programs per sequence and KV head, each over blocks of `block` keys, with `stages` blocks
-    loaded ahead."""
+    loaded ahead.
+
+    least: keys of a program of a sequence that needs fewer than all programs; 0: every sequence uses all.
+    """
 
     block: int
     splits: int
     warps: int
     stages: int
+    least: int = 0
 
 
 def split_for(
@@ -118,22 +122,22 @@ if HAS_TRITON:
 
     @triton.jit
     def merge_splits(
-        acc_parts, lse_parts, sinks, more_out, more_lse, out, before, first, splits, GROUP: tl.constexpr, DIM: tl.constexpr,
+        acc_parts, lse_parts, sinks, more_out, more_lse, out, before, first, splits, used, GROUP: tl.constexpr, DIM: tl.constexpr,
         BLOCK_D: tl.constexpr, MERGE_G: tl.constexpr, MERGE_S: tl.constexpr, CHUNK: tl.constexpr,
     ):  # fmt: skip
-        # Merge what the splits of a KV head found, with sinks and another partial if given, and store the output. before: query
-        # heads of earlier sequences; first: of the KV head.
+        # Merge what the first `used` splits of a KV head found, with sinks and another partial if given, and store the output.
+        # before: query heads of earlier sequences; first: of the KV head.
         mg, s, c, d = tl.arange(0, MERGE_G), tl.arange(0, MERGE_S), tl.arange(0, CHUNK), tl.arange(0, BLOCK_D)
         is_mine, is_dim = mg < GROUP, d < DIM
         head = first + mg
         rows = before + head
         if CHUNK >= MERGE_S:  # issued before any wait
             piece = _found(
-                acc_parts, rows[None, :] * splits + s[:, None], (s < splits)[:, None] & is_mine[None, :], d, is_dim, DIM
+                acc_parts, rows[None, :] * splits + s[:, None], (s < used)[:, None] & is_mine[None, :], d, is_dim, DIM
             )
         every = tl.load(
             lse_parts + rows[None, :] * splits + s[:, None],
-            mask=is_mine[None, :] & (s < splits)[:, None],
+            mask=is_mine[None, :] & (s < used)[:, None],
             other=float("-inf"),
             cache_modifier=".cg",
         )
@@ -158,9 +162,9 @@ if HAS_TRITON:
         if CHUNK >= MERGE_S:
             mixed += _mix(share_of, piece)
         else:
-            for at in range(0, splits, CHUNK):
+            for at in range(0, used, CHUNK):
                 which = rows[None, :] * splits + (at + c)[:, None]
-                valid = is_mine[None, :] & (at + c < splits)[:, None]
+                valid = is_mine[None, :] & (at + c < used)[:, None]
                 piece = _found(acc_parts, which, valid, d, is_dim, DIM)
                 part_lse = tl.load(lse_parts + which, mask=valid, other=float("-inf"), cache_modifier=".cg")
                 mixed += _mix(tl.exp2(part_lse - peak[None, :]), piece)
