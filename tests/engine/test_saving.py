@@ -136,7 +136,7 @@ def test_a_file_is_what_was_written_and_its_owners_alone(tmp_path: Path) -> None
 @pytest.mark.parametrize("most", [1 << 30, 1000])
 @pytest.mark.parametrize("piece", [1 << 20, 700])
 def test_a_tensor_is_read_into_parts_of_memory(tmp_path: Path, piece: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are more parts than the system takes at once, and some are longer than a piece. It may read less than it was asked for."""
+    """There are more parts than the system takes at once, and parts longer than a piece. The system may read less than asked."""
     tensors = {"a": torch.arange(5000, dtype=torch.int32), "b": torch.arange(77)}
     digest = tensor_file.write(tmp_path / "file", tensors)
     given, plain = bytearray(20000), os.readv

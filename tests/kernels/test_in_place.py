@@ -129,15 +129,15 @@ def test_shapes(dim: int, group: int, dtype: torch.dtype, kv_dtype: KvDtype | No
 
 
 @pytest.mark.parametrize(
-    ("splits", "least", "kv_dtype"),
+    ("splits", "each", "kv_dtype"),
     [(None, 0, None), (1, 0, None), (3, 0, None), (3, 0, "fp8"), (3, 20, None), (5, 16, "fp8"), (2, 1000, None)],
 )
 def test_all_rows_between_sink_and_ring(
-    splits: int | None, least: int, kv_dtype: KvDtype | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    splits: int | None, each: int, kv_dtype: KvDtype | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if they were listed, however many more a step has places for; of blocks of which the others' rows are NaN."""
     if splits:
-        monkeypatch.setattr(module, "split_for", lambda *_: Split(16, splits, 4, 2, least))
+        monkeypatch.setattr(module, "split_for", lambda *_: Split(16, splits, 4, 2, each))
     step, places, selected, blocks = Case(rows=70, kv_dtype=kv_dtype).make(device, pooled=False)
     size, format = selected.block_size, selected.format
     for b, start in enumerate(places.starts.tolist()):

@@ -81,11 +81,11 @@ elif HAS_TRITON:
         block_size, scale, softcap, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_G: tl.constexpr,
         BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, UPCAST: tl.constexpr, MERGE_G: tl.constexpr, MERGE_S: tl.constexpr,
         CHUNK: tl.constexpr, ONE: tl.constexpr, ALIGN: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr,
-        PHASES: tl.constexpr, LEAST: tl.constexpr,
+        PHASES: tl.constexpr, EACH: tl.constexpr,
     ):  # fmt: skip
         # Program (sequence and KV head, split): the query heads of one KV head over one range of its keys. All ranges of a
         # sequence have the same number of whole blocks. A program without keys stores lse -inf and leaves its acc unwritten.
-        # If LEAST is not 0, the last programs of a sequence whose tokens do not give each LEAST keys do nothing.
+        # If EACH is not 0, a sequence has a program for every EACH tokens, and its other programs do nothing.
         # The newest token is read from new_key and new_value, never from its slot. With several blocks per program it
         # initializes the softmax of split 0, which also stores it to its slot; with one block (ONE) it replaces what the block
         # loaded from that slot. In two PHASES each program has a range of sink and ring, and one of rows that all lie in blocks:
@@ -110,8 +110,8 @@ elif HAS_TRITON:
         if PHASES == 2:
             last = behind
         used = splits
-        if LEAST:
-            used = tl.minimum(splits, tl.maximum(tl.cdiv(length, LEAST), 1))
+        if EACH:
+            used = tl.minimum(splits, tl.maximum((length + EACH // 2) // EACH, 1))
             if split >= used:
                 return
         begin, end = own_range(first, last, split, used, BLOCK_N)
@@ -386,7 +386,7 @@ def flash_decode(step: DecodeStep, places: Places | InPlace, tickets: Tensor | N
         UPCAST=interpreted, MERGE_G=merge_g, MERGE_S=triton_block(split.splits),
         CHUNK=max(1, min(triton_block(split.splits), 64 * 32 * split.warps // (merge_g * block_d))),
         ONE=one, ALIGN=16 if row_bytes % 32 == 0 else keys.element_size(), FP8=fp8, NATIVE=nvidia(query.device, (8, 9)),
-        PHASES=2 if selected is not None and slots is None and not one else 1, LEAST=0 if one else split.least, num_warps=split.warps,
+        PHASES=2 if selected is not None and slots is None and not one else 1, EACH=0 if one else split.each, num_warps=split.warps,
         num_stages=stages_for(split.stages, tile, shared_memory(query.device)),
     )  # fmt: skip
     return out

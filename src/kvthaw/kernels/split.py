@@ -18,14 +18,15 @@ class Split:
     """How keys are split: `splits` programs per sequence and KV head, each over blocks of `block` keys, with `stages` blocks
     loaded ahead.
 
-    least: keys of a program of a sequence that needs fewer than all programs; 0: every sequence uses all.
+    each: tokens for which a sequence uses one program, rounded to the nearest number of programs, at least 1; 0: every sequence
+        uses all programs.
     """
 
     block: int
     splits: int
     warps: int
     stages: int
-    least: int = 0
+    each: int = 0
 
 
 def split_for(
@@ -55,12 +56,10 @@ def split_for(
         block //= 2
     splits = max(1, min(2 * multiprocessors // pairs, -(-n // block)))
     if whole and itemsize <= 2 and splits * block < n:
-        large = min(128, max(16, 65536 // row))
-        few = max(1, min(2 * multiprocessors // pairs, n // (2 * large)))
-        if pairs >= multiprocessors:  # many sequences, and a few may be long
-            few = max(few, min(n // 2048, max(2, 2048 // pairs)))
-        if pairs * few >= multiprocessors:
-            return Split(large, few, warps=4, stages=1)
+        each = 1024 if pairs >= 512 else 512
+        most = max(1, min((n + each // 2) // each, max(8, 8 * multiprocessors // pairs)))
+        if pairs * most >= multiprocessors:
+            return Split(min(64, max(16, 32768 // row)), most, warps=2, stages=2, each=each)
     if scattered and splits * block < n:
         block = min(64, max(16, 16384 // row))
         return Split(block, max(1, min(-(-8 * multiprocessors // pairs), n // (2 * block))), warps=4, stages=1)
