@@ -20,7 +20,7 @@ def test_blocks_that_are_freed_together_wait_for_the_same_events(monkeypatch: py
     """A request of 16k tokens in 30 layers leaves 500 of them; events for each took longer than half a decode step."""
     blocks_of, recorded = DeviceBlocks(DeviceMemory(1 << 30, [0]), 0, (2, 4), torch.float32, torch.device("cpu")), []
     monkeypatch.setattr(blocks_of, "readers", lambda: recorded.append(len(blocks_of._ready)) or [])
-    blocks = [blocks_of.take() for _ in range(10)]
+    blocks = [blocks_of.take(1)[0] for _ in range(10)]
     left = blocks_of._ready[0][0].data_ptr()
     blocks_of.note_freed()
     assert recorded == []
@@ -28,14 +28,14 @@ def test_blocks_that_are_freed_together_wait_for_the_same_events(monkeypatch: py
     blocks_of.note_freed()
     assert recorded == [2 * _CHUNK - 10]  # before any of the nine could be given out
     assert len(blocks_of._ready) == 2 * _CHUNK - 1
-    assert blocks_of.take().data_ptr() != blocks[0].data_ptr() != left
+    assert blocks_of.take(1)[0].data_ptr() != blocks[0].data_ptr() != left
 
 
 def test_a_block_in_use_keeps_nothing_alive_but_its_memory() -> None:
     """A bound method as finalizer kept the blocks of a cache that was gone, and all of its device memory."""
     memory = DeviceMemory(1 << 20, (0,))
     blocks = DeviceBlocks(memory, 0, (2, 4), torch.float32, torch.device("cpu"))
-    kept, left = blocks.take(), [blocks.take() for _ in range(8)]
+    kept, left = blocks.take(1)[0], [blocks.take(1)[0] for _ in range(8)]
     assert blocks.used == 9 * blocks.size
     left.clear()
     assert blocks.used == blocks.size
@@ -58,7 +58,7 @@ def test_a_stream_waits_for_work_on_memory_that_blocks_come_to() -> None:
     freed.fill_(1)
     del freed
     with torch.cuda.stream(stream):
-        block = blocks_of.take()
+        block = blocks_of.take(1)[0]
         assert block.data_ptr() == begin
         block.fill_(2)
     torch.cuda.synchronize()
@@ -104,7 +104,9 @@ def test_the_blocks_of_layers_return_to_the_device_layer_by_layer(small_gpu: int
     """While the method takes over, a layer's index needs the memory that full attention's blocks of others had."""
     device, memory, size = torch.device("cuda"), DeviceMemory(1 << 40, range(4)), (1 << 20,)
     layers = [DeviceBlocks(memory, layer, size, torch.float32, device) for layer in range(4)]
-    blocks = [[blocks_of.take() for blocks_of in layers] for _ in range(9 * _CHUNK)]  # a token's of all layers after each other
+    blocks = [
+        [blocks_of.take(1)[0] for blocks_of in layers] for _ in range(9 * _CHUNK)
+    ]  # a token's of all layers after each other
     memory.leave_pool()
     for layer in range(4):
         for block in blocks:

@@ -153,7 +153,7 @@ def test_where_memory_is_short_it_is_an_error_when_it_is_needed(monkeypatch: pyt
     assert stack.kv.sequences.padded_length > stack.stores[0].block_size * 3 + window, "not before it is needed"
     blocks.left = 1000
     counts = taken(stack, blocks, 100)  # the token that failed is not counted, and comes again
-    assert counts[0] == LAYERS * SEQS - 5
+    assert counts[0] == LAYERS * SEQS - 5 // SEQS * SEQS, "a layer keeps all blocks that it needs, or none"
 
 
 def test_in_a_capture_nothing_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:

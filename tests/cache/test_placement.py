@@ -379,11 +379,11 @@ def test_a_copy_begun_before_a_block_was_written_to_takes_nobodys_place() -> Non
 def test_a_freed_block_is_used_again_at_its_address() -> None:
     memory = DeviceMemory(1 << 20, [0])
     blocks_of = DeviceBlocks(memory, 0, (2, 3), torch.float32, torch.device("cpu"))
-    some = [blocks_of.take() for _ in range(20)]
+    some = [blocks_of.take(1)[0] for _ in range(20)]
     addresses = {block.data_ptr() for block in some}
     assert len(addresses) == 20
     del some
-    more = [blocks_of.take() for _ in range(32)]
+    more = [blocks_of.take(1)[0] for _ in range(32)]
     assert addresses <= {block.data_ptr() for block in more}
 
 

@@ -78,15 +78,15 @@ def test_encode(dim: int, dtype: torch.dtype, device: torch.device) -> None:
 def store(dim: int, dtype: torch.dtype) -> tuple[HostStore, HostStore]:
     """The same rows in 8 bits and, rounded, in full; NaN in what no sequence holds."""
 
-    def new(self: HostStore) -> Block:
-        data = HostMemory().allocate(self.shape, self.format.stored, pinned=self.pinned)
-        return Block(data.fill_(0xFF if data.dtype == torch.uint8 else torch.nan)).share()
+    def new(self: HostStore, count: int) -> list[Block]:
+        made = [HostMemory().allocate(self.shape, self.format.stored, pinned=self.pinned) for _ in range(count)]
+        return [Block(data.fill_(0xFF if data.dtype == torch.uint8 else torch.nan)).share() for data in made]
 
     made = []
     for format in (E4M3(dim, dtype), RowFormat(dim, dtype)):
         made.append(HostStore(3, HEADS, dim, dtype, block_size=16, pinned=torch.cuda.is_available(), format=format))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(HostStore, "_new_block", new)
+            patch.setattr(HostStore, "_new_blocks", new)
             for seq, length in enumerate(LENGTHS):
                 rows = torch.randn(HEADS, length, 2, dim, generator=torch.Generator().manual_seed(seq)).to(dtype)
                 made[-1].append(seq, E4M3(dim, dtype).decode(E4M3(dim, dtype).encode(rows)))

@@ -209,19 +209,17 @@ class DeviceBlocks:
         """Bytes that are left for blocks. Negative if index or slab have outgrown their part."""
         return self.memory.share(self.layer) - self.used
 
-    def take(self) -> Tensor | None:
-        """Return an uninitialised block, to be written on the current stream, or None if there is no room."""
-        if self.room < self.size:
-            return None
-        self.note_freed()
-        try:
-            if not self._ready:
-                self._add_chunk()
-        except torch.OutOfMemoryError as error:
-            if not self._short:
-                self._short = True
-                _log.warning("device memory is short, blocks go to the host: %s", first_line(error))
-            return None
+    def take(self, count: int) -> list[Tensor]:
+        """Return `count` uninitialised blocks, to be written on the current stream; fewer if there is no room for all."""
+        count, found = min(count, max(0, self.room) // self.size), list[Tensor]()
+        if count:
+            self.note_freed()
+        while len(found) < count and (self._ready or self._adds_chunk()):
+            found.append(self._take())
+        return found
+
+    def _take(self) -> Tensor:
+        """Return a block of a chunk."""
         chunk, i, events = self._ready.popleft()
         if events:  # which hundreds of blocks share
             stream, waited = torch.cuda.current_stream(self.device), self._waited
@@ -234,15 +232,23 @@ class DeviceBlocks:
         weakref.finalize(block, self._freed.append, (chunk, i)).atexit = False
         return block
 
-    def _add_chunk(self) -> None:
-        with torch.cuda.stream(self._stream):  # which owns the memory, whichever stream writes to it first
-            chunk = self.memory.allocate(
-                self.device, lambda: torch.empty((_CHUNK, *self.shape), dtype=self.dtype, device=self.device)
-            )
+    def _adds_chunk(self) -> bool:
+        """Allocate a chunk. Returns False, and logs this once, if the device has no memory."""
+        try:
+            with torch.cuda.stream(self._stream):  # which owns the memory, whichever stream writes to it first
+                chunk = self.memory.allocate(
+                    self.device, lambda: torch.empty((_CHUNK, *self.shape), dtype=self.dtype, device=self.device)
+                )
+        except torch.OutOfMemoryError as error:
+            if not self._short:
+                self._short = True
+                _log.warning("device memory is short, blocks go to the host: %s", first_line(error))
+            return False
         for stream in self.memory.streams:
             chunk.record_stream(stream)
         before = [] if self._stream is None else [self._stream.record_event()]  # whose work may still use that memory
         self._ready.extend((chunk, i, before) for i in range(_CHUNK))
+        return True
 
     def trim(self) -> None:
         """Free the chunks without a block in use. All work that may read them must be done."""

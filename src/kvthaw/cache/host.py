@@ -11,7 +11,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -81,6 +81,11 @@ class BlockTable:
         """Whether `on_host` marks any block. The device may have an older version than `version`."""
         return bool(self._hosted)
 
+    @property
+    def behind(self) -> bool:
+        """Whether the device lacks changes."""
+        return self._at != self.version
+
     def on(self, device: torch.device) -> Tensor:
         """Return `addresses` with the current addresses; see follow()."""
         return follow([self], device)[0]
@@ -91,7 +96,7 @@ class BlockTable:
 
     def changes(self, device: torch.device) -> list[Change]:
         """Return what the tensors lack. The caller writes it."""
-        if self._at == self.version:
+        if not self.behind:
             return []
         version, count = self.version, len(self.blocks)
         seqs, self._changed = self._changed, set()
@@ -225,16 +230,20 @@ class HostStore:
         """Return the bytes of host memory for `blocks` more blocks, less the blocks that fit on the device."""
         return max(0, blocks - self.room) * held_bytes(self.block_bytes, pinned=self.pinned)
 
-    def _new_block(self) -> Block:
-        """Return a new block, on the device if there is room, else on the host. Raises HostMemoryError."""
+    def _new_blocks(self, count: int) -> list[Block]:
+        """Return new blocks, on the device while there is room, then on the host. Raises HostMemoryError."""
+        found = list[Block]()
 
-        def made() -> Block:
-            data = None if self.device is None else self.device.take()  # where reclaim() may have made room
-            if data is not None:
-                return Block(data, on_device=True)
-            return Block(self.memory.allocate_free(self.shape, self.format.stored, pinned=self.pinned))
+        def make() -> None:
+            while lack := count - len(found):
+                data = [] if self.device is None else self.device.take(lack)  # where reclaim() may have made room
+                found.extend(Block(each, on_device=True).share() for each in data)
+                if len(data) < lack:
+                    data = [self.memory.allocate_free(self.shape, self.format.stored, pinned=self.pinned)]
+                    found.append(Block(data[0]).share())
 
-        return self.memory.retried(made).share()
+        self.memory.retried(make)
+        return found
 
     def nbytes(self, seq: int | None = None, *, on_device: bool = False) -> int:
         """Return the bytes of host or device memory that blocks hold. Shared blocks count once.
@@ -287,18 +296,25 @@ class HostStore:
             torch.cuda.current_stream(device).wait_event(self.arriving)
             self.ordered = True
 
-    def claim(self, ends: Iterable[tuple[int, int]]) -> None:
+    def lacks(self, ends: Iterable[tuple[int, int]]) -> int:
+        """Return the number of blocks that sequences lack: (sequence, tokens)."""
+        return sum(max(0, -(-end // self.block_size) - len(self.table.blocks[seq])) for seq, end in ends)
+
+    def claim(self, ends: Sequence[tuple[int, int]]) -> None:
         """Allocate the blocks of sequences: (sequence, tokens). Shared blocks that will be written are copied."""
-        size = self.block_size
+        size, table = self.block_size, self.table.blocks
+        lacks = {seq: lack for seq, end in ends if (lack := -(-end // size) - len(table[seq])) > 0}
+        if count := sum(lacks.values()):
+            self.memory.prepare(max(0, count - self.room), self.block_bytes, pinned=self.pinned)
+            made = iter(self._new_blocks(count))
+            for seq, lack in lacks.items():
+                table[seq].extend(islice(made, lack))
+            self.table.changed(*lacks)
         for seq, end in ends:
-            blocks, last = self.table.blocks[seq], -(-end // size)
-            if last > len(blocks):
-                self.memory.prepare(max(0, last - len(blocks) - self.room), self.block_bytes, pinned=self.pinned)
-            while last > len(blocks):
-                blocks.append(self._new_block())
-                self.table.changed(seq)
-            for number in range(self._length[seq] // size, last):
-                self._writable(seq, number)
+            for number in range(self._length[seq] // size, -(-end // size)):
+                block = table[seq][number]
+                if block.moving is not None or block.owners > 1:
+                    self._writable(seq, number)
 
     def replace(self, old: Block, new: Block) -> bool:
         """Replace a block by its copy in every sequence and prefix. Returns whether any held it."""
@@ -447,7 +463,7 @@ class HostStore:
         block = self.table.blocks[seq][number]
         block.moving = None  # a copy under way lacks what is written now
         if block.owners > 1:
-            copy = self._new_block()
+            (copy,) = self._new_blocks(1)
             copy.data.copy_(block.data)
             block.release()
             block = self.table.blocks[seq][number] = copy

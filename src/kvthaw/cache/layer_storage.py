@@ -71,7 +71,8 @@ class Placement:
         going = len(self._moves) - coming
         room = self.device.room + going * size
         short, ample = room < needed * size, room >= (needed + self.store.seqs + 1) * size
-        if (not short and not ample) or self._none == (self.store.table.version, short):
+        table = self.store.table
+        if self._none == (table.version, short) or not (short or (ample and (table.behind or table.some_on_host))):
             return
         mine = [block for block in full_blocks(self.store, alone=short) if block.on_device == short and not block.moving]
         pick = min if short else max  # least or most selected: of several the oldest leaves, and the newest returns
@@ -145,8 +146,8 @@ class Placement:
         return True
 
     def _to_device(self) -> Block | None:
-        data = self.device.take()
-        return None if data is None else Block(data, on_device=True)
+        data = self.device.take(1)
+        return Block(data[0], on_device=True) if data else None
 
     def _to_host(self) -> Block | None:
         try:
@@ -323,19 +324,20 @@ class LayerStorage:
         """Copy the addresses of new blocks to the device, which then waits for their rows."""
         if self.tabled:
             self.order()
-        self.follow_blocks()
+            self.follow_blocks()
 
     def follow_blocks(self) -> None:
         """Copy the addresses of new blocks to the device. Their rows may still be in transfer."""
         if self.tabled:
-            self.store.table.on(self.slab.data.device)
+            if self.store.table.behind:
+                self.store.table.on(self.slab.data.device)
             if self.placement is not None:
                 self.placement.device.memory.spills |= self.store.table.some_on_host
 
     def reserve(self, ends: Mapping[int, int]) -> None:
         """Allocate the blocks for offloading up to `ends`, by sequence. Raises HostMemoryError."""
         self.finish_moves()
-        self.store.claim((seq, end) for seq, end in ends.items() if end > self.store.length(seq))
+        self.store.claim([(seq, end) for seq, end in ends.items() if end > self.store.length(seq)])
 
     def finish_moves(self) -> None:
         """Free the device memory of blocks whose copy to the host is complete."""
@@ -401,12 +403,13 @@ def offload(layers: Sequence[LayerStorage], spans: Sequence[Span]) -> Tensor:
     HostMemoryError before any layer has changed.
     """
     new = [(seq, stored, stop) for seq, _, stop, stored in spans if stored < stop]
+    ends, latest = [(seq, stop) for seq, _, stop in new], {seq: (start, stop) for seq, start, stop in new}
     for each in layers:
         each.order()
-        each.store.claim((seq, stop) for seq, _, stop in new)
+        each.store.claim(ends)
     for each in layers:
-        each.store.extend((seq, stop) for seq, _, stop in new)
-        each.latest.update((seq, (start, stop)) for seq, start, stop in new)
+        each.store.extend(ends)
+        each.latest.update(latest)
     rows = _copy(layers, spans)
     if new and rows.is_cuda:  # a few rows, before the next step writes in their places
         copied = torch.cuda.Event()
@@ -416,22 +419,27 @@ def offload(layers: Sequence[LayerStorage], spans: Sequence[Span]) -> Tensor:
     return rows
 
 
-def offload_prompts(layers: Sequence[LayerStorage], parts: Sequence[Row], rows: Tensor) -> None:
+def offload_prompts(
+    layers: Sequence[LayerStorage], parts: Sequence[Row], rows: Tensor, until: Mapping[int, int] | None = None
+) -> None:
     """Copy rows [L, H, n, 2, D], which hold the new tokens of some prompts, to the stores of layers of one kind.
 
     Earlier tokens that are only in rings are copied first. All stores must have equal watermarks; rows below are skipped.
     One copy overlaps later work. Raises HostMemoryError before any store has more rows.
 
     parts: the prompts. Their `places` are those in `rows`.
+    until: the most tokens that sequences will have, where that is known. While the device has room, a prompt gets the next
+        block that it will need too: the device is busy with the prompt, and the host is not.
     """
     one, stores = layers[0], [each.store for each in layers]
     for each in layers:
         each.up_to({part.seq: part.past for part in parts})
     stored, ends = {part.seq: one.store.length(part.seq) for part in parts}, [(part.seq, part.length) for part in parts]
+    ahead = [(seq, max(end, min((until or {}).get(seq, 0), end + one.store.block_size))) for seq, end in ends]
     try:
         with one.streams.beside(rows.device):  # where blocks are written to first
             for store in stores:
-                store.claim(ends)
+                store.claim(ahead if store.lacks(ahead) <= store.room else ends)
     except HostMemoryError:
         for store in stores:
             for seq, length in stored.items():
