@@ -46,6 +46,18 @@ def test_a_block_in_use_keeps_nothing_alive_but_its_memory() -> None:
     assert gone() is None
 
 
+def test_blocks_are_taken_together_as_far_as_there_is_room() -> None:
+    memory = DeviceMemory(1000, (0,))
+    blocks = DeviceBlocks(memory, 0, (2, 4), torch.float32, torch.device("cpu"))
+    some = blocks.take(20)
+    assert len({block.data_ptr() for block in some}) == len(some) == 20
+    more = blocks.take(20)
+    assert len(more) == 1000 // 32 - 20
+    assert blocks.take(1) == blocks.take(0) == []
+    del some[:3]
+    assert len(blocks.take(5)) == 3
+
+
 @pytest.mark.gpu
 def test_a_stream_waits_for_work_on_memory_that_blocks_come_to() -> None:
     """Memory that the model's stream has freed and not yet written to for the last time."""

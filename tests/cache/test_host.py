@@ -319,3 +319,17 @@ def test_blocks_lie_on_the_device_while_it_has_room() -> None:
     assert [block.on_device for seq in (0, 1) for block in store.blocks(seq)] == [True, True, True, False]
     store.truncate(0, 0)
     assert store.room == 2
+
+
+def test_sequences_get_all_blocks_that_they_ask_for_or_none() -> None:
+    """A store that finds no memory for the last of them is as before."""
+    store = HostStore(3, HEADS, DIM, torch.float32, block_size=BLOCK_SIZE)
+    size = store.block_bytes
+    store.memory.limit = 4 * size
+    store.claim([(0, 1), (1, BLOCK_SIZE)])
+    with pytest.raises(HostMemoryError):
+        store.claim([(0, BLOCK_SIZE + 1), (2, 2 * BLOCK_SIZE)])
+    assert [store.reserved(seq) for seq in range(3)] == [BLOCK_SIZE, BLOCK_SIZE, 0]
+    store.claim([(0, BLOCK_SIZE + 1), (2, BLOCK_SIZE)])
+    assert [store.reserved(seq) for seq in range(3)] == [2 * BLOCK_SIZE, BLOCK_SIZE, BLOCK_SIZE]
+    assert len({block.data.data_ptr() for seq in range(3) for block in store.blocks(seq)}) == 4

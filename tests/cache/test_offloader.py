@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvthaw.cache import host_memory
+from kvthaw.cache.device_memory import DeviceBlocks, DeviceMemory
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.layer_storage import LayerStorage, offload, offload_prompts
 from kvthaw.cache.pool import Slab
@@ -130,3 +131,23 @@ def test_where_one_layer_finds_no_memory_for_a_prompt_none_keeps_any(monkeypatch
             offload_prompts(three, [Row(0, 1, 0, 9, 0)], rows)
     assert [layer.store.nbytes() for layer in three] == before
     assert [layer.store.length(1) for layer in three] == [0] * 3
+
+
+@pytest.mark.parametrize(
+    ("room", "until", "blocks"),
+    [(3, {1: 40}, 5), (3, {1: 25}, 4), (9, {1: 1000}, 5), (2, {1: 40}, 4), (0, {1: 40}, 4), (3, {0: 40}, 4), (3, {}, 4)],
+)
+def test_a_prompt_gets_the_next_block_that_it_will_need_if_the_device_has_room(
+    room: int, until: dict[int, int], blocks: int
+) -> None:
+    three, rows, cpu = layers(3), torch.randn(3, 2, 9, 2, 4), torch.device("cpu")
+    size = three[0].store.block_bytes
+    memory = DeviceMemory(3 * room * size, range(3))
+    for number, layer in enumerate(three):
+        layer.store.device = DeviceBlocks(memory, number, layer.store.shape, torch.float32, cpu)
+    offload_prompts(three, [Row(0, 1, 0, 9, 14)], rows, until)
+    for layer, own in zip(three, rows, strict=True):
+        assert layer.store.length(1) == 23
+        assert layer.store.reserved(1) == 7 * blocks
+        assert sum(block.on_device for block in layer.store.blocks(1)) == min(room, blocks - 2)
+        assert torch.equal(layer.store.read(1, 14, 23), own)

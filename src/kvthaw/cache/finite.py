@@ -37,7 +37,10 @@ class _Flags:
 
     def check(self, seq: int | None = None, but: Container[int] = ()) -> None:
         """Raise CacheError for the first flag that is set, of one sequence or of all except `but`. Waits for the copy."""
-        for layer, flags in zip(self._layers, self.copy().tolist(), strict=True):
+        every = self.copy()
+        if not (every if seq is None else every[:, seq]).any():
+            return
+        for layer, flags in zip(self._layers, every.tolist(), strict=True):
             for other, flag in enumerate(flags):
                 if flag and other not in but and seq in (None, other):
                     raise CacheError(
