@@ -354,7 +354,8 @@ class OffloadedLayer(LayerKV):
         self.wait()
         state = replace(super().export(seq, memory), index=None if self.updater is None else self.updater.export(seq))
         if self.storage.placement is not None:
-            self.storage.placement.moved_bytes += sum(block.data.nbytes for block in self.store.blocks(seq) if block.on_device)
+            there = self.store.blocks(seq)[: len(state.blocks)]
+            self.storage.placement.moved_bytes += sum(block.data.nbytes for block in there if block.on_device)
         return state
 
     def load(self, seq: int, state: LayerState, start: int) -> None:
