@@ -111,26 +111,28 @@ def _pieces(parts: list[memoryview]) -> Iterator[list[memoryview]]:
     """Yield parts of memory in lists of at most _PIECE bytes and _PARTS parts; a longer part is cut."""
     piece, room = list[memoryview](), _PIECE
     for part in parts:
-        for at in range(0, len(part), _PIECE):
-            each = part[at : at + _PIECE]
-            if len(each) > room or len(piece) == _PARTS:
+        for each in [part] if len(part) <= _PIECE else [part[at : at + _PIECE] for at in range(0, len(part), _PIECE)]:
+            if piece and (len(each) > room or len(piece) == _PARTS):
                 yield piece
                 piece, room = [], _PIECE
-            piece.append(each)
-            room -= len(each)
+            if each:
+                piece.append(each)
+                room -= len(each)
     if piece:
         yield piece
 
 
 def _fill(file: FileIO, parts: list[memoryview]) -> None:
-    """Read a file into parts of memory, one after the other. Raises ValueError if it ends before the last."""
-    while parts:
-        if not (size := os.readv(file.fileno(), parts)):
-            raise ValueError("it ends before its last tensor")
-        while parts and size >= len(parts[0]):
+    """Read a file into parts of memory, none empty, one after the other. Raises ValueError if it ends before the last."""
+    left = sum(map(len, parts))
+    while size := os.readv(file.fileno(), parts):
+        left -= size
+        if not left:
+            return
+        while size >= len(parts[0]):
             size, parts = size - len(parts[0]), parts[1:]
-        if size:
-            parts = [parts[0][size:], *parts[1:]]
+        parts = [parts[0][size:], *parts[1:]]
+    raise ValueError("it ends before its last tensor")
 
 
 def _opened(path: Path) -> FileIO:
