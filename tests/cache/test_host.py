@@ -327,9 +327,10 @@ def test_sequences_get_all_blocks_that_they_ask_for_or_none() -> None:
     size = store.block_bytes
     store.memory.limit = 4 * size
     store.claim([(0, 1), (1, BLOCK_SIZE)])
-    with pytest.raises(HostMemoryError):
+    with pytest.raises(HostMemoryError) as kept:  # and holds no block
         store.claim([(0, BLOCK_SIZE + 1), (2, 2 * BLOCK_SIZE)])
     assert [store.reserved(seq) for seq in range(3)] == [BLOCK_SIZE, BLOCK_SIZE, 0]
+    assert store.memory.used == 2 * size, kept
     store.claim([(0, BLOCK_SIZE + 1), (2, BLOCK_SIZE)])
     assert [store.reserved(seq) for seq in range(3)] == [2 * BLOCK_SIZE, BLOCK_SIZE, BLOCK_SIZE]
     assert len({block.data.data_ptr() for seq in range(3) for block in store.blocks(seq)}) == 4

@@ -133,6 +133,16 @@ def test_where_one_layer_finds_no_memory_for_a_prompt_none_keeps_any(monkeypatch
     assert [layer.store.length(1) for layer in three] == [0] * 3
 
 
+def test_layers_get_a_prompts_next_block_only_together() -> None:
+    """What is known of the first layer's blocks is taken for all layers."""
+    three, rows, cpu = layers(3), torch.randn(3, 2, 9, 2, 4), torch.device("cpu")
+    for number, layer in enumerate(three):
+        memory = DeviceMemory((3 - (number == 1)) * layer.store.block_bytes, (number,))
+        layer.store.device = DeviceBlocks(memory, number, layer.store.shape, torch.float32, cpu)
+    offload_prompts(three, [Row(0, 1, 0, 9, 14)], rows, {1: 40})
+    assert [layer.store.reserved(1) for layer in three] == [28] * 3
+
+
 @pytest.mark.parametrize(
     ("room", "until", "blocks"),
     [(3, {1: 40}, 5), (3, {1: 25}, 4), (9, {1: 1000}, 5), (2, {1: 40}, 4), (0, {1: 40}, 4), (3, {0: 40}, 4), (3, {}, 4)],

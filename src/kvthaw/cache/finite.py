@@ -38,7 +38,7 @@ class _Flags:
     def check(self, seq: int | None = None, but: Container[int] = ()) -> None:
         """Raise CacheError for the first flag that is set, of one sequence or of all except `but`. Waits for the copy."""
         every = self.copy()
-        if not (every if seq is None else every[:, seq]).any():
+        if not every.any():
             return
         for layer, flags in zip(self._layers, every.tolist(), strict=True):
             for other, flag in enumerate(flags):

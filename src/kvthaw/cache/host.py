@@ -231,18 +231,21 @@ class HostStore:
         return max(0, blocks - self.room) * held_bytes(self.block_bytes, pinned=self.pinned)
 
     def _new_blocks(self, count: int) -> list[Block]:
-        """Return new blocks, on the device while there is room, then on the host. Raises HostMemoryError."""
+        """Return new blocks, on the device while there is room, then on the host. Raises HostMemoryError, and keeps none then."""
         found = list[Block]()
 
         def make() -> None:
             while lack := count - len(found):
-                data = [] if self.device is None else self.device.take(lack)  # where reclaim() may have made room
-                found.extend(Block(each, on_device=True).share() for each in data)
-                if len(data) < lack:
-                    data = [self.memory.allocate_free(self.shape, self.format.stored, pinned=self.pinned)]
-                    found.append(Block(data[0]).share())
+                if self.device is not None:  # where reclaim() may have made room
+                    found.extend(Block(data, on_device=True).share() for data in self.device.take(lack))
+                if len(found) < count:
+                    found.append(Block(self.memory.allocate_free(self.shape, self.format.stored, pinned=self.pinned)).share())
 
-        self.memory.retried(make)
+        try:
+            self.memory.retried(make)
+        except BaseException:
+            found.clear()  # which an error that someone keeps would hold
+            raise
         return found
 
     def nbytes(self, seq: int | None = None, *, on_device: bool = False) -> int:

@@ -64,15 +64,18 @@ class Placement:
         recalled: [B, H, C] int32, the rows selected last, -1 padded, from which recently selected blocks follow; None:
             unknown.
         """
+        table, size = self.store.table, self.device.size
+        idle = not (self._moves or self._leaving or table.behind or table.some_on_host)
+        if idle and self._recalls is None and self.device.room >= needed * size:
+            return  # all blocks lie on the device, and more will fit
         self.finish()
         self.device.note_freed()
         self._count_recalls()
-        size, coming = self.device.size, sum(new.on_device for _, new, _ in self._moves)
+        coming = sum(new.on_device for _, new, _ in self._moves)
         going = len(self._moves) - coming
         room = self.device.room + going * size
         short, ample = room < needed * size, room >= (needed + self.store.seqs + 1) * size
-        table = self.store.table
-        if self._none == (table.version, short) or not (short or (ample and (table.behind or table.some_on_host))):
+        if (not short and not ample) or self._none == (table.version, short):
             return
         mine = [block for block in full_blocks(self.store, alone=short) if block.on_device == short and not block.moving]
         pick = min if short else max  # least or most selected: of several the oldest leaves, and the newest returns
@@ -438,8 +441,9 @@ def offload_prompts(
     ahead = [(seq, max(end, min((until or {}).get(seq, 0), end + one.store.block_size))) for seq, end in ends]
     try:
         with one.streams.beside(rows.device):  # where blocks are written to first
+            fits = all(store.lacks(ahead) <= store.room for store in stores)  # layers count each other's blocks as their own
             for store in stores:
-                store.claim(ahead if store.lacks(ahead) <= store.room else ends)
+                store.claim(ahead if fits else ends)
     except HostMemoryError:
         for store in stores:
             for seq, length in stored.items():

@@ -95,7 +95,7 @@ def _store(group: Sequence[tuple[OffloadedLayer, PrefillKV]], rows: Sequence[Row
             if row.seq in new.passed:
                 new.passed[row.seq][:, row.past :] = each[:, row.places]
     if n < _ENGINES or len(group) * len(rows) > 1:
-        offload_prompts([layer.storage for layer in layers], rows, kv, one.sequences.ends)
+        offload_prompts([layer.storage for layer in layers], rows, kv, one.sequences.ends if one.attends_to_all else None)
     else:
         one.storage.up_to({rows[0].seq: rows[0].past})
         with one.streams.offloading([one.store], kv):
@@ -277,11 +277,10 @@ def look_ahead(layers: Sequence[OffloadedLayer], sequences: Sequences, since: in
 
     since: number of decoded tokens at the last call.
     """
-    store, regions = layers[0].store, layers[0].slab.regions
-    live = [seq for seq in range(sequences.count) if seq not in sequences.idle]
-    turns = layers[0].streams.layers * (count := max(1, len(live)))
+    store, regions, count = layers[0].store, layers[0].slab.regions, sequences.count
+    turns = layers[0].streams.layers * count
     steps = min(turns, max(1, store.block_size // 2, store.block_size - regions.buffer))
-    begins = ((seq, sequences.length(seq) - regions.window - 1) for seq in live)
+    begins = ((seq, sequences.length(seq) - regions.window - 1) for seq in range(count) if seq not in sequences.idle)
     soon = sum(store.reserved(seq) < min(sequences.ends.get(seq, begin + steps), begin + steps) for seq, begin in begins)
     if soon:
         needs = _lacking_blocks(layers, soon)
