@@ -276,7 +276,8 @@ def test_split_fills_the_device(n: int, pairs: int, dim: int) -> None:
 def test_programs_of_whole_blocks_leave_no_multiprocessor_without_work(n: int, pairs: int, dim: int, itemsize: int) -> None:
     split, scattered = (split_for(pairs, n, dim, itemsize, 132, scattered=True, whole=whole) for whole in (True, False))
     assert split.block * 2 * dim * itemsize <= 1 << 15
-    assert split.each == 0 or (split.stages == 2 and itemsize == 2)
+    assert split.stages == (2 if split.each else 1)
+    assert not split.each or itemsize == 2
     assert pairs * split.splits >= min(132, pairs * scattered.splits)
     long = n >= 4096 and pairs >= 132 and itemsize == 2
     assert split.splits >= 2 or not long, "the longest of many sequences would have one program"
