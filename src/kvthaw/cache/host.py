@@ -88,7 +88,7 @@ class BlockTable:
 
     def on(self, device: torch.device) -> Tensor:
         """Return `addresses` with the current addresses; see follow()."""
-        return follow([self], device)[0]
+        return follow([self], device)[0] if self.behind else self.addresses
 
     def make_room(self, tokens: int, device: torch.device) -> None:
         """Grow the tensors to `tokens` tokens per sequence. They keep their place until a sequence has more."""

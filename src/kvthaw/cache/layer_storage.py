@@ -332,8 +332,7 @@ class LayerStorage:
     def follow_blocks(self) -> None:
         """Copy the addresses of new blocks to the device. Their rows may still be in transfer."""
         if self.tabled:
-            if self.store.table.behind:
-                self.store.table.on(self.slab.data.device)
+            self.store.table.on(self.slab.data.device)
             if self.placement is not None:
                 self.placement.device.memory.spills |= self.store.table.some_on_host
 
