@@ -440,7 +440,7 @@ def offload_prompts(
     ahead = [(seq, max(end, min((until or {}).get(seq, 0), end + one.store.block_size))) for seq, end in ends]
     try:
         with one.streams.beside(rows.device):  # where blocks are written to first
-            fits = all(store.lacks(ahead) <= store.room for store in stores)  # layers count each other's blocks as their own
+            fits = all(store.lacks(ahead) <= store.room for store in stores)  # who plans ahead looks at the first layer alone
             for store in stores:
                 store.claim(ahead if fits else ends)
     except HostMemoryError:
