@@ -13,12 +13,12 @@ import torch
 from transformers import PreTrainedModel
 
 import kvthaw
+from kvthaw.cache import forward
 from kvthaw.cache.finite import FiniteCheck
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.offloaded_layer import OffloadedLayer
-from kvthaw.engine import graph_runner
 from kvthaw.engine.batch import Batch
 from kvthaw.engine.graph_runner import StaticGraphs
 from kvthaw.engine.request import Request
@@ -477,7 +477,7 @@ def test_a_step_says_when_it_is_on_its_way(llama: PreTrainedModel) -> None:
 def test_a_request_that_ends_is_dropped_behind_coming_steps(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """What all layers hold of it takes the host milliseconds to drop, which the device would wait for."""
     done: list[str] = []
-    monkeypatch.setattr(graph_runner, "_CLEARS", 1)
+    monkeypatch.setattr(forward, "_CLEARS", 1)
     real = OffloadedLayer.clear
     monkeypatch.setattr(OffloadedLayer, "clear", lambda self, seq: (done.append("clear"), real(self, seq)))
     monkeypatch.setattr(StandIn, "replay", lambda self: done.append("replay"))

@@ -200,6 +200,13 @@ class DenseLayer(DeviceLayer):
         if state.queries is not None:
             self.recent_queries[seq] = state.queries.to(self._data.device)
 
+    def move(self, seq: int, to: int) -> list[tuple[Tensor, Tensor]]:
+        self._offloaded = None
+        if seq in self.recent_queries:
+            self.recent_queries[to] = self.recent_queries.pop(seq)
+        rows, flags = self._data[:, :, : self.sequences.length(seq)], self._tickets[:, 0]
+        return [(rows[to], rows[seq]), (flags[to], flags[seq])]
+
     def prepare(self, step: Step, shape: LayerShape) -> None:
         if not self._allocated:
             self._allocate(shape.keys, len(step.left_pad), shape.scale)
@@ -351,6 +358,12 @@ class WindowLayer(DeviceLayer):
     def load(self, seq: int, state: LayerState, start: int) -> None:
         assert state.held is not None, "a window's KV is not in blocks"
         self.slab.data[seq].copy_(state.held)
+
+    def move(self, seq: int, to: int) -> list[tuple[Tensor, Tensor]]:
+        slab, before = self.slab, self._before[1]
+        if seq in before:
+            before[to] = before.pop(seq)
+        return [(slab.data[to], slab.data[seq]), (slab.tickets[to, 0], slab.tickets[seq, 0])]
 
     def prepare(self, step: Step, shape: LayerShape) -> None:
         self._allocate(step, shape.keys, shape.scale)

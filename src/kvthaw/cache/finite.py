@@ -69,6 +69,7 @@ class FiniteCheck:
         self._cuda = False
         self._asked: _Flags | None = None
         self._prompts: dict[int, _Flags] = {}  # by sequence, after the latest chunk
+        self._ended = set[int]()  # sequences whose flags are not cleared yet
 
     def prompt(self, seqs: Sequence[int], layers: Sequence[OffloadedLayer]) -> None:
         """Start to copy the flags after a chunk of a sequence's prompt, or after the prompts of several sequences.
@@ -90,12 +91,18 @@ class FiniteCheck:
         if (flags := self._prompts.pop(seq, None)) is not None:
             flags.check(seq)
 
-    def forget(self, seq: int, layers: Sequence[LayerKV]) -> None:
-        """Clear the flags of a sequence in all layers. Flags of other sequences stay."""
+    def forget(self, seq: int) -> None:
+        """Ignore the flags of a sequence that has ended, until zero()."""
         self._prompts.pop(seq, None)
-        self._asked = None  # it may have a flag of this sequence
-        if flags := _flags(seq, layers):
-            torch._foreach_zero_(list(flags.values()))
+        self._ended.add(seq)
+
+    def zero(self, layers: Sequence[LayerKV]) -> None:
+        """Clear the flags of all sequences that have ended. Flags of other sequences stay."""
+        ended = [flag[seq] for layer in layers if (flag := layer.nonfinite()) is not None for seq in self._ended]
+        if ended:
+            torch._foreach_zero_(ended)
+        self._ended.clear()
+        self._asked = None  # it may have flags of them
 
     def export(self, seq: int, layers: Sequence[LayerKV]) -> list[int]:
         """Return the numbers of the layers that have the flag of a sequence set. Waits for the device."""
@@ -109,11 +116,6 @@ class FiniteCheck:
             if number in nonfinite:
                 flag.fill_(1)
 
-    def copy(self, seq: int, to: int, layers: Sequence[LayerKV]) -> None:
-        """Copy the flags of a sequence to another slot."""
-        if flags := _flags(seq, layers):
-            torch._foreach_copy_(list(_flags(to, layers).values()), list(flags.values()))
-
     def check(self) -> None:
         """Raise CacheError for the first flag that is known to be set. Does nothing while a step is captured.
 
@@ -123,7 +125,7 @@ class FiniteCheck:
         if self._asked is None or capturing or not self._asked.copy.ready():
             return
         flags, self._asked = self._asked, None
-        flags.check(but=self._prompts)
+        flags.check(but=self._prompts.keys() | self._ended)
 
     def ask(self, layers: Sequence[LayerKV]) -> None:
         """Start to copy all layers' flags to the host, from a GPU every few steps. A later check() reads the copy."""

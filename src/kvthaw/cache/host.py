@@ -434,6 +434,12 @@ class HostStore:
         self._length[seq] = length
         self.table.changed(seq)
 
+    def move(self, seq: int, to: int) -> None:
+        """Move the rows of a sequence to an empty one. No row is copied."""
+        blocks, lengths = self.table.blocks, self._length
+        blocks[seq], blocks[to], lengths[seq], lengths[to] = [], blocks[seq], 0, lengths[seq]
+        self.table.changed(seq, to)
+
     def reorder(self, seqs: Sequence[int]) -> None:
         """Make sequence i hold the rows of the former sequence seqs[i]. Blocks are shared until a sequence writes."""
         blocks = [[block.share() for block in self.table.blocks[seq]] for seq in seqs]

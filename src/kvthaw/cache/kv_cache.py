@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
+from torch import Tensor
 
 from kvthaw.cache import passes
 from kvthaw.cache.chooser import Layer
@@ -44,7 +45,7 @@ class KVCache(Forward):
         self.sequences.undropped = max(self.sequences.undropped, self.sequences.length(seq))
         with self._for_one():
             self.sequences.clear(seq)
-        self.finite.forget(seq, self.layers)
+        self.finite.forget(seq)
         self._cleared += [(layer, seq) for layer in self.layers]
         if not later:
             self.finish_clear()
@@ -98,6 +99,7 @@ class KVCache(Forward):
         Raises CacheError if the cache was reset or other layers are in force, or torch.OutOfMemoryError. The slot is then
         empty.
         """
+        self.finish_clear()  # or a later call would drop what is loaded here
         try:
             if state.home is not self.layers:
                 raise CacheError("the cache has changed its layers since the sequence left it")
@@ -115,20 +117,28 @@ class KVCache(Forward):
         """Whether sequences can move between slots: no layer has an index, which a move would build again."""
         return all(layer.updater is None and layer.retriever is None for layer in self.offloaded)
 
-    def move(self, seq: int, to: int) -> None:
-        """Move a decoding sequence to an empty slot. Blocks stay where they lie, and the host does not wait for the device."""
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def move(self, moves: Mapping[int, int]) -> None:
+        """Move decoding sequences to empty slots. Blocks stay where they lie, and the host does not wait for the device.
+
+        moves: the new slot of each sequence.
+        """
         self.rollback_failed_step(ahead=True)
         self.finish_clear()
-        sequences, layers = self.sequences, [layer.state(seq) for layer in self.layers]
-        try:
-            self.load(to, SequenceState(sequences.length(seq), sequences.ring_start[seq], layers, self.layers))
-        finally:
-            for layer in layers:
-                layer.release()
-        self.finite.copy(seq, to, self.layers)
-        if seq in sequences.ends:
-            sequences.ends[to] = sequences.ends.pop(seq)
-        self.clear(seq)
+        sequences, copies = self.sequences, list[tuple[Tensor, Tensor]]()
+        for seq, to in moves.items():
+            for layer in self.layers:
+                copies += layer.move(seq, to)
+            with self._for_one():
+                sequences.set_length(to, sequences.length(seq))
+            sequences.ring_start[to] = sequences.ring_start[seq]
+            if seq in sequences.ends:
+                sequences.ends[to] = sequences.ends.pop(seq)
+        torch._foreach_copy_([to for to, _ in copies], [own for _, own in copies])
+        for seq in moves:
+            self.clear(seq, later=True)
+        passes.follow_blocks(self.offloaded)
 
     def _take_back(self, step: Step, drop: int) -> int:
         """Undo the last `drop` tokens of a step exactly, or all of its tokens if `drop` is more. Returns how many."""

@@ -289,6 +289,11 @@ class LayerKV(Protocol):
         self.load(seq, state, 0)
         state.release()
 
+    def move(self, seq: int, to: int) -> list[tuple[Tensor, Tensor]]:
+        """Move a decoding sequence to an empty one, without an index. Returns the copies on the device that the caller launches:
+        each a tensor, and what to copy to it.
+        """
+
     def prepare(self, step: Step, shape: LayerShape) -> None:
         """Allocate the layer if it is not allocated, for a step whose tokens are loaded instead of prefilled."""
 

@@ -375,6 +375,12 @@ class LayerStorage:
             self.slab.write(seq, 0, self.store.read(seq, 0, min(self.slab.regions.sink, state.stored)))
             self.refill(seq, start, state.stored)
 
+    def move(self, seq: int, to: int) -> None:
+        """Move the blocks of a sequence to an empty one."""
+        self.store.move(seq, to)
+        if seq in self.latest:
+            self.latest[to] = self.latest.pop(seq)
+
     def copy_pool(self, other: LayerStorage) -> None:
         """Copy the slab and the counts of another layer that has rows of the same sequences."""
         for mine, its in zip(self.slab.tensors(), other.slab.tensors(), strict=True):

@@ -340,8 +340,8 @@ class OffloadedLayer(LayerKV):
         if self.plan is None:
             return
         self.drop_search()
-        if self.store.length(seq):
-            self.store.wait()
+        if not all(block.on_device for block in self.store.table.blocks[seq]):
+            self.store.wait()  # a block on the device is reused after the work that writes to it
         if self.updater is not None:
             self.updater.clear(seq)
         self.storage.truncate(seq, 0)
@@ -366,6 +366,13 @@ class OffloadedLayer(LayerKV):
             self.updater.load(seq, start, state.index)
         if state.queries is not None:
             self.recent_queries[seq] = state.queries.to(self.slab.data.device)
+
+    def move(self, seq: int, to: int) -> list[tuple[Tensor, Tensor]]:
+        self.storage.move(seq, to)
+        if seq in self.recent_queries:
+            self.recent_queries[to] = self.recent_queries.pop(seq)
+        held, flags = self.slab.held(), self.slab.tickets[:, 0]
+        return [(held[to], held[seq]), (flags[to], flags[seq])]
 
     def copy_from(self, other: Self) -> None:
         if other.plan is not None:

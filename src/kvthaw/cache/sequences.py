@@ -385,7 +385,7 @@ class Sequences:
 
     def set_length(self, seq: int, length: int) -> None:
         """Set the length of one sequence, with as little padding as possible. At length 0 it is idle."""
-        lengths = [self.length(other) for other in range(self.count)]
+        lengths = [self.padded_length - pad for pad in self.left_pad]
         lengths[seq] = length
         self.padded_length = max(lengths)
         self.left_pad = [self.padded_length - n for n in lengths]

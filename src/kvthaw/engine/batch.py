@@ -22,7 +22,7 @@ from kvthaw.engine.hf.chunks import default_chunk
 from kvthaw.engine.hf.handle import is_attached
 from kvthaw.engine.logprobs import TokenLogprobs
 from kvthaw.engine.request import Request, RequestOptions, checked_spec
-from kvthaw.engine.slots import Slots
+from kvthaw.engine.slots import Slots, consecutive
 from kvthaw.engine.steps import Steps
 from kvthaw.errors import CacheError, ConfigError, at_least, first_line
 from kvthaw.method_names import AUTO
@@ -206,7 +206,8 @@ class Batch:
             self.prompts.prefill(request, tokens)
             # else start() builds them after the others' next tokens
             if request in self.prompts.indexing and self.cache.kv.built(request.seq, build=False):
-                self._slots.start(request)
+                self._slots.start([request])
+                self._steps.replay.prepare()  # while the device runs the prompt
         except BaseException:
             self.preempt(request, keep=False)  # to be prefilled again, since its prompt is incomplete
             raise
@@ -244,14 +245,27 @@ class Batch:
 
     def _start_indexed(self, requests: Sequence[Request], timeout: float | None = 0.0, *, build: bool = True) -> None:
         """Start requests whose prompts are whole, as start() does; build as for KVCache.built."""
+        built = list[Request]()
         for request in requests:
             try:
                 if self.cache.kv.built(request.seq, timeout, build=build):
-                    self._slots.start(request)
+                    built.append(request)
             except Exception as error:
-                self.preempt(request, keep=False)
-                request.fail(error)
-                self._failed.append(request)
+                self._fail([request], error)
+        for run in consecutive(sorted(built, key=lambda one: one.seq)):
+            try:
+                self._slots.start(run)
+            except Exception as error:
+                self._fail(run, error)
+        if built:
+            self._steps.replay.prepare()  # while the device runs the prompts
+
+    def _fail(self, requests: Sequence[Request], error: Exception) -> None:
+        """Take the slots of requests that could not start away, and let read() return them."""
+        for request in requests:
+            self.preempt(request, keep=False)
+            request.fail(error)
+            self._failed.append(request)
 
     def decode(self) -> list[Request]:
         """Decode one token of every request that can; see launch(). Returns the requests that got one."""

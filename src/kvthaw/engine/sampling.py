@@ -136,9 +136,10 @@ GREEDY = Sampling()
 class Sampler:
     """Sample the tokens of a running batch, each sequence with its own settings.
 
-    Settings and state (token counts, prompt tokens, biases) are tensors on the device, written when a request joins.
-    Tensors of V numbers per sequence are allocated when a request first needs them. Between joins a step reads the same
-    tensors, launches the same kernels and never waits for the device, so it can be captured.
+    Settings and state (token counts, prompt tokens, biases) are tensors on the device. A join writes the state, and the next
+    draw writes all changed settings in one copy. Tensors of V numbers per sequence are allocated when a request first needs
+    them. Between joins a step reads the same tensors, launches the same kernels and never waits for the device, so it can be
+    captured.
 
     A draw is the argmax of the allowed logits / temperature plus Gumbel noise. The noise is a hash of (seed, position,
     token), so it needs no state, and a sequence draws the same tokens in any batch.
@@ -152,10 +153,11 @@ class Sampler:
     def __init__(self, seqs: int, vocabulary: int, device: torch.device | str = "cpu") -> None:
         self.seqs, self.vocabulary, self.device = seqs, vocabulary, torch.device(device)
         self._samplings = [GREEDY] * seqs
+        self._free = [0] * seqs  # the first position of each sequence at which a stop token may come
         with torch.inference_mode(False):  # tensors that are written in place later must be plain tensors
-            self._numbers, self._seeds = _table(self._samplings, self.device)
-            # The first position of each sequence at which a stop token may come.
-            self._free_from = torch.zeros(seqs, dtype=torch.int64, device=self.device)
+            self._table = sent(_table([*zip(self._samplings, self._free, range(seqs), strict=True)])[:, :-1], self.device)
+        self._numbers, self._seeds, self._free_from = self._table.view(torch.float64)[:, :-2], *self._table[:, -2:].unbind(1)
+        self._written, self._changed = [(GREEDY, 0)] * seqs, set[int]()  # what the table has; sequences that may differ
         # [S, V] each once a sequence needs it, until then empty
         self._counts = torch.empty(0, dtype=torch.int32)  # in the output
         self._prompt = self._stops = torch.empty(0, dtype=torch.bool)
@@ -184,9 +186,8 @@ class Sampler:
         """
         stops = sorted(stops)
         self.check(sampling, stops)
-        self._samplings[seq] = sampling
-        numbers, seeds = _table([sampling], self.device)
-        self._numbers[seq], self._seeds[seq] = numbers[0], seeds[0]
+        self._samplings[seq], self._free[seq] = sampling, len(prompt) + sampling.min_tokens if sampling.min_tokens else 0
+        self._changed.add(seq)
         if sampling.penalized:
             prompt = sent(torch.as_tensor(prompt, dtype=torch.int64), self.device)
             self._counts = self._cleared(self._counts, seq)
@@ -200,7 +201,6 @@ class Sampler:
             self._bias[seq, upload(tokens, torch.int64, self.device)] = upload(bias, torch.float32, self.device)
         elif len(self._bias):
             self._bias[seq].zero_()
-        self._free_from[seq].fill_(len(prompt) + sampling.min_tokens)
         if sampling.min_tokens:
             self._stops = self._cleared(self._stops, seq)
             self._stops[seq].index_fill_(0, upload(stops, torch.int64, self.device), True)
@@ -216,8 +216,9 @@ class Sampler:
 
     def move(self, seq: int, to: int) -> None:
         """Move a sequence without a grammar to a free place."""
-        self._samplings[to] = self._samplings[seq]
-        for state in (self._numbers, self._seeds, self._free_from, self._counts, self._prompt, self._stops, self._bias):
+        self._samplings[to], self._free[to] = self._samplings[seq], self._free[seq]
+        self._changed.add(to)
+        for state in (self._counts, self._prompt, self._stops, self._bias):
             if len(state):
                 state[to].copy_(state[seq])
         self.leave(seq)
@@ -241,6 +242,7 @@ class Sampler:
         logits: [B, V], the model's.
         positions: [B] int64, the positions of the new tokens. A prompt of T tokens has positions 0 to T - 1.
         """
+        self._write()
         samplings, (first, stop, _) = self._samplings[seqs], seqs.indices(self.seqs)
         groups = self._groups.get((first, stop))
         if groups is None:
@@ -254,6 +256,17 @@ class Sampler:
             self._counts[seqs].scatter_add_(1, tokens[:, None], ones[:, None])
         asked = [one.logprobs for one in samplings if one.logprobs is not None]
         return Drawn(tokens, score(logits, tokens, max(asked)) if asked else None)
+
+    def _write(self) -> None:
+        """Copy changed settings to the device."""
+        now = [(self._samplings[seq], self._free[seq], seq) for seq in sorted(self._changed)]
+        rows = [(sampling, free, seq) for sampling, free, seq in now if self._written[seq] != (sampling, free)]
+        self._changed.clear()
+        if rows:
+            new = sent(_table(rows), self.device)
+            self._table.index_copy_(0, new[:, -1], new[:, :-1])
+            for sampling, free, seq in rows:
+                self._written[seq] = sampling, free
 
     def _processed(self, logits: Tensor, positions: Tensor, seqs: slice, samplings: Sequence[Sampling]) -> Tensor:
         """Return logits after bias, penalties and held-back stop tokens; unchanged if there are none."""
@@ -282,8 +295,11 @@ class Sampler:
         return state
 
 
-def _table(samplings: Sequence[Sampling], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the settings of sequences as tensors: [S, 7] float64, and seeds [S] int64."""
+def _table(rows: Sequence[tuple[Sampling, int, int]]) -> Tensor:
+    """Return settings of sequences as a tensor [S, 10] int64: the bits of seven float64, and three integers.
+
+    rows: of each sequence its settings, the first position at which a stop token may come, and its number.
+    """
     numbers = [
         (
             max(one.temperature, _COLDEST),
@@ -294,10 +310,10 @@ def _table(samplings: Sequence[Sampling], device: torch.device) -> tuple[Tensor,
             one.frequency_penalty,
             one.presence_penalty,
         )
-        for one in samplings
+        for one, _, _ in rows
     ]
-    seeds = [one.seed for one in samplings]
-    return upload(numbers, torch.float64, device), upload(seeds, torch.int64, device)
+    integers = torch.tensor([(one.seed, free, seq) for one, free, seq in rows], dtype=torch.int64)
+    return torch.cat((torch.tensor(numbers, dtype=torch.float64).view(torch.int64), integers), dim=1)
 
 
 def _groups(samplings: Sequence[Sampling], vocabulary: int, device: torch.device) -> list[tuple[int, Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
@@ -16,9 +17,18 @@ from kvthaw.engine.steps import Steps
 from kvthaw.errors import CacheError, HostMemoryError
 
 _log = logging.getLogger(__name__)
-_MOVES, _SPARE = 2, 8
-"""Most requests that move to other slots before a step; 1 / the part of the slots that must stay free, so that none moves back and
-forth as requests come and go."""
+_SPARE = 8
+"""1 / the part of the slots that must stay free, so that no request moves back and forth as requests come and go."""
+
+
+def consecutive(requests: Sequence[Request]) -> list[list[Request]]:
+    """Split requests, sorted by slot, into runs of consecutive slots."""
+    runs = list[list[Request]]()
+    for request in requests:
+        if not runs or request.seq != runs[-1][-1].seq + 1:
+            runs.append([])
+        runs[-1].append(request)
+    return runs
 
 
 class Slots:
@@ -41,7 +51,7 @@ class Slots:
         kv = self._cache.kv
         seq = self.held.index(None)
         wait_indexed(kv.offloaded)  # not for the step under way: the host proceeds to the prompt meanwhile
-        kv.clear(seq)  # steps also wrote to it while it was empty
+        kv.clear(seq, later=True)  # steps also wrote to it while it was empty
         kv.sequences.ends[seq] = request.prompt + request.spec.limit
         request.place(seq, self._model)
         self.held[seq], request.arrived, self._arrived = request, self._arrived, self._arrived + 1
@@ -59,41 +69,46 @@ class Slots:
     def close_up(self) -> None:
         """Move requests from the upper half of the slots that steps compute to the lower half, if all requests fit there.
 
-        A step computes a power of two of slots. One move takes the host longer than a launch, so each call makes few.
+        A step computes a power of two of slots.
         """
         kv, taken = self._cache.kv, [seq for seq, one in enumerate(self.held) if one is not None]
         half = 1 << max(taken, default=0).bit_length() >> 1
         if self._cache.states or not kv.moves or len(taken) > half - half // _SPARE:
             return
         free = (seq for seq in range(half) if self.held[seq] is None)
-        for seq in sorted((seq for seq in taken if seq >= half), reverse=True)[:_MOVES]:
-            request = self.held[seq]
-            if request is not None and self._moves(request):
-                self._move(request, next(free))
+        moves = {seq: next(free) for seq in reversed(taken) if seq >= half and self._moves(seq)}
+        if moves:
+            kv.move(moves)
+            self._steps.move(moves)
+        for seq, to in moves.items():
+            request, self.held[seq] = self.held[seq], None
+            if request is not None:
+                self.held[to], request.seq = request, to
 
-    def _moves(self, request: Request) -> bool:
-        decodes = request.decodes and request.checked and request.finished is None
-        return decodes and request.matcher is None and request.seq not in self._cache.kv.sequences.paused
+    def _moves(self, seq: int) -> bool:
+        """Return whether the request of a slot can move: it decodes, without a grammar, and has not reached its limit."""
+        request = self.held[seq]
+        if request is None or seq in self._cache.kv.sequences.paused:
+            return False
+        return request.decodes and request.checked and request.finished is None and request.matcher is None
 
-    def _move(self, request: Request, to: int) -> None:
-        seq, kv = request.seq, self._cache.kv
-        kv.clear(to)  # steps also wrote to it while it was empty
-        kv.move(seq, to)
-        self._steps.move(seq, to)
-        self.held[seq], self.held[to], request.seq = None, request, to
-
-    def start(self, request: Request) -> None:
-        """Sample the first token of a request whose prompt is prefilled and indexed."""
-        self._cache.kv.resume(request.seq)
-        self._cache.states.place(request.seq)
-        self._steps.join(request)
-        self._steps.first(request, self._prompts.indexing.pop(request))
-        request.decodes = True
+    def start(self, requests: Sequence[Request]) -> None:
+        """Sample the first tokens of requests in consecutive slots, whose prompts are prefilled and indexed."""
+        for request in requests:
+            self._cache.kv.resume(request.seq)
+            self._cache.states.place(request.seq)
+            self._steps.join(request)
+        self._steps.first(requests, torch.cat([self._prompts.indexing.pop(request) for request in requests]))
+        for request in requests:
+            request.decodes = True
 
     def check_prompt(self, request: Request) -> None:
         """Keep a prompt in the prefix cache, once it has arrived on the host. Raises CacheError if it was not finite."""
         self._cache.kv.finite.end(request.seq)
-        self._cache.wait()
+        if (
+            self._prompts.prefixes is not None or not self._cache.kv.moves
+        ):  # else there is neither a copy nor an index to wait for
+            self._cache.wait()
         request.checked = True
         written = request.prompt % self._cache.settings.block_size  # decoding writes into the last block
         self._prompts.keep(request, request.prompt - written)

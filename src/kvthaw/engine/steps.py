@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -52,18 +52,23 @@ class Steps:
         spec = request.spec
         self.sampler.join(request.seq, spec.sampling, spec.ids, spec.stop, request.matcher, output)
 
-    def move(self, seq: int, to: int) -> None:
-        """Move the latest token and the settings of a sequence to a free slot."""
-        self._latest[to].copy_(self._latest[seq])
-        self.sampler.move(seq, to)
+    def move(self, moves: Mapping[int, int]) -> None:
+        """Move the latest tokens and the settings of sequences to free slots.
 
-    def first(self, request: Request, logits: Tensor) -> None:
-        """Sample the first token of a request that has joined, from the logits [1, V] after its prompt."""
-        at, place = upload([request.prompt], torch.int64, self.sampler.device), slice(request.seq, request.seq + 1)
-        drawn = self.sampler(logits, at, place)
-        self._latest[place] = drawn.tokens
-        self._add(drawn.fetch(), [(0, request, 0)])
-        self.replay.prepare()  # while the device runs the prompt
+        moves: the new slot of each sequence.
+        """
+        seqs, slots = upload([*moves.items()], torch.int64, self.sampler.device).unbind(1)
+        self._latest[slots] = self._latest[seqs]
+        for seq, to in moves.items():
+            self.sampler.move(seq, to)
+
+    def first(self, requests: Sequence[Request], logits: Tensor) -> None:
+        """Sample the first tokens of requests that have joined consecutive slots, from the logits [R, V] after their prompts."""
+        at = upload([one.prompt for one in requests], torch.int64, self.sampler.device)
+        rows = slice(requests[0].seq, requests[-1].seq + 1)
+        drawn = self.sampler(logits, at, rows)
+        self._latest[rows] = drawn.tokens
+        self._add(drawn.fetch(), [(row, one, 0) for row, one in enumerate(requests)])
 
     def launch(self, step: Sequence[Request | None]) -> None:
         """Launch a step of the requests in the first slots; None for a slot without one.
