@@ -18,7 +18,7 @@ from kvthaw.cache.host_memory import Block
 from kvthaw.cache.layer_base import AttentionParams, LayerKV, LayerShape, LayerState, RecentQueries, attend_rows
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.sequences import Sequences
-from kvthaw.cache.step import Row, Step
+from kvthaw.cache.step import Moves, Row, Step
 from kvthaw.errors import CacheError
 from kvthaw.kernels.decode_step import DecodeStep, InSlab, TokenOrder
 from kvthaw.kernels.local import Span, local_attention
@@ -200,12 +200,13 @@ class DenseLayer(DeviceLayer):
         if state.queries is not None:
             self.recent_queries[seq] = state.queries.to(self._data.device)
 
-    def move(self, seq: int, to: int) -> list[tuple[Tensor, Tensor]]:
+    def move(self, moves: Moves) -> None:
         self._offloaded = None
-        if seq in self.recent_queries:
-            self.recent_queries[to] = self.recent_queries.pop(seq)
-        rows, flags = self._data[:, :, : self.sequences.length(seq)], self._tickets[:, 0]
-        return [(rows[to], rows[seq]), (flags[to], flags[seq])]
+        self.recent_queries.move(moves)
+        moves.copy(self._tickets)
+        for seq, to in moves.slots.items():  # one by one: together they would take memory
+            length = self.sequences.length(seq)
+            self._data[to, :, :length].copy_(self._data[seq, :, :length])
 
     def prepare(self, step: Step, shape: LayerShape) -> None:
         if not self._allocated:
@@ -359,11 +360,10 @@ class WindowLayer(DeviceLayer):
         assert state.held is not None, "a window's KV is not in blocks"
         self.slab.data[seq].copy_(state.held)
 
-    def move(self, seq: int, to: int) -> list[tuple[Tensor, Tensor]]:
-        slab, before = self.slab, self._before[1]
-        if seq in before:
-            before[to] = before.pop(seq)
-        return [(slab.data[to], slab.data[seq]), (slab.tickets[to, 0], slab.tickets[seq, 0])]
+    def move(self, moves: Moves) -> None:
+        self._before = None, {}  # no prefill can fail any more
+        moves.copy(self.slab.data)
+        moves.copy(self.slab.tickets)
 
     def prepare(self, step: Step, shape: LayerShape) -> None:
         self._allocate(step, shape.keys, shape.scale)

@@ -5,7 +5,7 @@ mark() sets it for prompts, attention for decoded tokens (`kernels/flash_decode.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -95,6 +95,12 @@ class FiniteCheck:
         """Ignore the flags of a sequence that has ended, until zero()."""
         self._prompts.pop(seq, None)
         self._ended.add(seq)
+
+    def move(self, slots: Mapping[int, int]) -> None:
+        """Note that layers have moved the flags of sequences to other slots."""
+        self._ended.update(slots)
+        self._ended.difference_update(slots.values())
+        self._asked = None  # it has the flags by former slots
 
     def zero(self, layers: Sequence[LayerKV]) -> None:
         """Clear the flags of all sequences that have ended. Flags of other sequences stay."""

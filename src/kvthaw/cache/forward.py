@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from types import MappingProxyType
 
 import torch
@@ -143,7 +143,7 @@ class Forward:
         self._capacity = -1  # for which the layers' fixed bytes are known
         self._looked = 0  # decoded tokens when it looked ahead last
         self._in_forward = self._prefilled = False  # _prefilled: a prompt was counted that may yet prove to have failed
-        self._cleared = deque[tuple[LayerKV, int]]()  # what is to drop
+        self._cleared = dict[tuple[LayerKV, int], None]()  # what is to drop, the earliest first
         self._unstored: list[tuple[OffloadedLayer, PrefillKV]] = []  # of the prefill under way
         self._places = {layer.number: i for i, layer in enumerate(layers)}
         self.chooser = Chooser(layers, settings, self.sequences, self.streams)
@@ -341,8 +341,7 @@ class Forward:
             or sequences.capacity <= sequences.longest
             or self.chooser.due()
             or (sequences.full() and known.flushed != sequences.padded_length)
-            # Where some blocks lie on the device and some on the host, requests that come and go move the blocks of others too.
-            or (sequences.room > 0 and bool(self.streams.device.limit) and self.streams.device.spills)
+            or (sequences.room > 0 and self.streams.device.spills and passes.lack_blocks(self.offloaded, sequences.idle))
         )
 
     def before_step(self) -> None:
@@ -419,11 +418,17 @@ class Forward:
 
         all: False: free a quarter of it, at least _CLEARS layers' of a sequence. The rest waits for later calls.
         """
-        if not self._cleared:
+        count = len(self._cleared)
+        self._drop(list(islice(self._cleared, count if all else max(_CLEARS, count // 4))))
+
+    def _drop(self, cleared: Sequence[tuple[LayerKV, int]]) -> None:
+        """Free the state that layers hold of cleared sequences, some of those in `_cleared`."""
+        if not cleared:
             return
-        for _ in range(len(self._cleared) if all else min(len(self._cleared), max(_CLEARS, len(self._cleared) // 4))):
-            layer, cleared = self._cleared.popleft()
-            layer.clear(cleared)
+        for one in cleared:
+            layer, seq = one
+            layer.clear(seq)
+            del self._cleared[one]
         if not self._cleared:
             self.sequences.undropped = 0
             self.finite.zero(self.layers)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from functools import partial
 from itertools import chain, islice
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvthaw.cache.device_memory import DeviceBlocks
 from kvthaw.cache.host_memory import Block, HostMemory, held_bytes
+from kvthaw.cache.step import Moves
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.gpu import capturing, sent, upload
 from kvthaw.kernels.row_format import RowFormat
@@ -39,7 +40,8 @@ class BlockTable:
     blocks: by sequence, earlier positions first. Whoever changes the lists calls changed() afterwards.
     block_size: tokens per block.
     version: number of changes so far.
-    addresses: [seqs, blocks] int64 on the device, the address of each block; 0 behind the last.
+    addresses: [seqs, blocks] int64 on the device, the address of each block; 0 behind the last. A sequence without blocks
+        has any.
     on_host: [seqs, blocks] bool on the device, whether the block lies on the host.
     """
 
@@ -57,6 +59,22 @@ class BlockTable:
     def changed(self, *seqs: int) -> None:
         """Record that the blocks of sequences have changed."""
         self._changed.update(seqs)
+        self.version += 1
+
+    def move(self, moves: Moves) -> None:
+        """Move the blocks of sequences to empty slots, and their addresses on the device if it has them."""
+        for seq, to in moves.slots.items():
+            self.blocks[seq], self.blocks[to] = [], self.blocks[seq]
+        if self._at < 0 or not self._changed.isdisjoint(moves.slots):
+            self.changed(*moves.slots, *moves.slots.values())
+            return
+        moves.copy(self.addresses)
+        moves.copy(self.on_host)
+        for seq, to in moves.slots.items():
+            self._written[to] = self._written[seq]
+            if seq in self._hosted:
+                self._hosted ^= {seq, to}
+        self._at += not self.behind
         self.version += 1
 
     def row(self, seq: int) -> Tensor:
@@ -86,6 +104,10 @@ class BlockTable:
         """Whether the device lacks changes."""
         return self._at != self.version
 
+    def lacks(self, idle: Collection[int]) -> bool:
+        """Return whether the device lacks changes of sequences that are not idle."""
+        return self.behind and (self._at < 0 or not all(seq in idle for seq in self._changed))
+
     def on(self, device: torch.device) -> Tensor:
         """Return `addresses` with the current addresses; see follow()."""
         return follow([self], device)[0] if self.behind else self.addresses
@@ -109,12 +131,15 @@ class BlockTable:
             places |= {seq: self._places(seq) for seq in range(count) if seq not in places}
         found = list[Change]()
         for seq, row in places.items():
+            if not row:  # nothing is read of it, whatever the tensors have, and later blocks are compared with that
+                self._hosted.discard(seq)
+                continue
             written, self._written[seq] = self._written[seq], row
             (self._hosted.add if any(on_host for _, on_host in row) else self._hosted.discard)(seq)
             if row != written:
-                most = max(len(row), len(written))
+                most, some_hosted = max(len(row), len(written)), seq in self._hosted or any(on_host for _, on_host in written)
                 now, before = ([*some, *[(0, False)] * (most - len(some))] for some in (row, written))
-                for mine, column in ((self.addresses, 0), (self.on_host, 1)):
+                for mine, column in ((self.addresses, 0), (self.on_host, 1))[: 1 + some_hosted]:
                     its = [int(place[column]) for place in now]
                     if its != [place[column] for place in before]:
                         found.append((mine[seq, :most], its))
@@ -434,11 +459,11 @@ class HostStore:
         self._length[seq] = length
         self.table.changed(seq)
 
-    def move(self, seq: int, to: int) -> None:
-        """Move the rows of a sequence to an empty one. No row is copied."""
-        blocks, lengths = self.table.blocks, self._length
-        blocks[seq], blocks[to], lengths[seq], lengths[to] = [], blocks[seq], 0, lengths[seq]
-        self.table.changed(seq, to)
+    def move(self, moves: Moves) -> None:
+        """Move the rows of sequences to empty slots. No row is copied."""
+        self.table.move(moves)
+        for seq, to in moves.slots.items():
+            self._length[seq], self._length[to] = 0, self._length[seq]
 
     def reorder(self, seqs: Sequence[int]) -> None:
         """Make sequence i hold the rows of the former sequence seqs[i]. Blocks are shared until a sequence writes."""

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
-from torch import Tensor
 
 from kvthaw.cache import passes
 from kvthaw.cache.chooser import Layer
@@ -17,7 +16,7 @@ from kvthaw.cache.layer_base import LayerKV, LayerShape, LayerState, SequenceSta
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.stats import Stats, collect
-from kvthaw.cache.step import Step
+from kvthaw.cache.step import Moves, Step
 from kvthaw.errors import CacheError
 
 
@@ -46,7 +45,7 @@ class KVCache(Forward):
         with self._for_one():
             self.sequences.clear(seq)
         self.finite.forget(seq)
-        self._cleared += [(layer, seq) for layer in self.layers]
+        self._cleared |= dict.fromkeys((layer, seq) for layer in self.layers)
         if not later:
             self.finish_clear()
 
@@ -119,25 +118,20 @@ class KVCache(Forward):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def move(self, moves: Mapping[int, int]) -> None:
+    def move(self, slots: Mapping[int, int]) -> None:
         """Move decoding sequences to empty slots. Blocks stay where they lie, and the host does not wait for the device.
 
-        moves: the new slot of each sequence.
+        slots: the new slot of each sequence.
         """
         self.rollback_failed_step(ahead=True)
-        self.finish_clear()
-        sequences, copies = self.sequences, list[tuple[Tensor, Tensor]]()
-        for seq, to in moves.items():
-            for layer in self.layers:
-                copies += layer.move(seq, to)
-            with self._for_one():
-                sequences.set_length(to, sequences.length(seq))
-            sequences.ring_start[to] = sequences.ring_start[seq]
-            if seq in sequences.ends:
-                sequences.ends[to] = sequences.ends.pop(seq)
-        torch._foreach_copy_([to for to, _ in copies], [own for _, own in copies])
-        for seq in moves:
-            self.clear(seq, later=True)
+        taken = set(slots.values())
+        self._drop([one for one in self._cleared if one[1] in taken])
+        moves = Moves(dict(slots), self.layers[0].tensors()[0].device)
+        for layer in self.layers:
+            layer.move(moves)
+        with self._for_one():
+            self.sequences.move(moves)
+        self.finite.move(slots)
         passes.follow_blocks(self.offloaded)
 
     def _take_back(self, step: Step, drop: int) -> int:

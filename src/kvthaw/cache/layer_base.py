@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvthaw.cache.host_memory import Block, HostMemory
 from kvthaw.cache.sequences import Sequences
-from kvthaw.cache.step import Row, Step
+from kvthaw.cache.step import Moves, Row, Step
 from kvthaw.config import KvDtype
 from kvthaw.kernels.dense import causal_attention, continued, packed_attention
 from kvthaw.kernels.places import Newest
@@ -195,6 +195,12 @@ class RecentQueries(dict[int, Tensor]):
             before = None
         return last.clone() if before is None else torch.cat((before, last), dim=1)[:, start:].clone()
 
+    def move(self, moves: Moves) -> None:
+        """Move the queries of sequences to empty slots."""
+        for seq, to in moves.slots.items():
+            if seq in self:
+                self[to] = self.pop(seq)
+
     def reorder(self, sequences: Sequence[int]) -> None:
         """Replace sequence i by the former sequence sequences[i]."""
         self.replace({i: self[seq] for i, seq in enumerate(sequences) if seq in self})
@@ -289,10 +295,8 @@ class LayerKV(Protocol):
         self.load(seq, state, 0)
         state.release()
 
-    def move(self, seq: int, to: int) -> list[tuple[Tensor, Tensor]]:
-        """Move a decoding sequence to an empty one, without an index. Returns the copies on the device that the caller launches:
-        each a tensor, and what to copy to it.
-        """
+    def move(self, moves: Moves) -> None:
+        """Move decoding sequences to empty slots, in a layer without an index."""
 
     def prepare(self, step: Step, shape: LayerShape) -> None:
         """Allocate the layer if it is not allocated, for a step whose tokens are loaded instead of prefilled."""

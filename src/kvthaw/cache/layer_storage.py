@@ -23,7 +23,7 @@ from kvthaw.cache.host import HostStore, follow
 from kvthaw.cache.host_memory import Block
 from kvthaw.cache.layer_base import LayerState
 from kvthaw.cache.pool import Slab
-from kvthaw.cache.step import Row
+from kvthaw.cache.step import Moves, Row
 from kvthaw.cache.streams import Streams
 from kvthaw.errors import HostMemoryError
 from kvthaw.kernels import HAS_TRITON
@@ -375,11 +375,14 @@ class LayerStorage:
             self.slab.write(seq, 0, self.store.read(seq, 0, min(self.slab.regions.sink, state.stored)))
             self.refill(seq, start, state.stored)
 
-    def move(self, seq: int, to: int) -> None:
-        """Move the blocks of a sequence to an empty one."""
-        self.store.move(seq, to)
-        if seq in self.latest:
-            self.latest[to] = self.latest.pop(seq)
+    def move(self, moves: Moves) -> None:
+        """Move sequences to empty slots. Blocks stay where they lie."""
+        self.store.move(moves)
+        moves.copy(self.slab.held())
+        moves.copy(self.slab.tickets)
+        for seq, to in moves.slots.items():
+            if seq in self.latest:
+                self.latest[to] = self.latest.pop(seq)
 
     def copy_pool(self, other: LayerStorage) -> None:
         """Copy the slab and the counts of another layer that has rows of the same sequences."""

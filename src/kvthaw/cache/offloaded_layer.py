@@ -29,7 +29,7 @@ from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.sparse_attention import HeldAttention, make_attention
-from kvthaw.cache.step import Row, Step
+from kvthaw.cache.step import Moves, Row, Step
 from kvthaw.cache.streams import Streams
 from kvthaw.kernels.places import Newest
 from kvthaw.kernels.row_format import row_format
@@ -367,12 +367,9 @@ class OffloadedLayer(LayerKV):
         if state.queries is not None:
             self.recent_queries[seq] = state.queries.to(self.slab.data.device)
 
-    def move(self, seq: int, to: int) -> list[tuple[Tensor, Tensor]]:
-        self.storage.move(seq, to)
-        if seq in self.recent_queries:
-            self.recent_queries[to] = self.recent_queries.pop(seq)
-        held, flags = self.slab.held(), self.slab.tickets[:, 0]
-        return [(held[to], held[seq]), (flags[to], flags[seq])]
+    def move(self, moves: Moves) -> None:
+        self.storage.move(moves)
+        self.recent_queries.move(moves)
 
     def copy_from(self, other: Self) -> None:
         if other.plan is not None:

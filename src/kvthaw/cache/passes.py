@@ -7,7 +7,7 @@ ms.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, starmap
@@ -317,6 +317,11 @@ def _pin(layers: Sequence[OffloadedLayer], needs: Mapping[int, int]) -> None:
     for size, count in needs.items():
         if (take := streams.memory.expect(count, size)) is not None:
             streams.run_beside(take)
+
+
+def lack_blocks(layers: Sequence[OffloadedLayer], idle: Collection[int]) -> bool:
+    """Return whether the device lacks addresses of blocks, apart from those of idle sequences."""
+    return any(layer.store.table.lacks(idle) for layer in layers if layer.storage.tabled)
 
 
 def follow_blocks(layers: Sequence[OffloadedLayer]) -> None:

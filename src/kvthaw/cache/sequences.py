@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvthaw.cache.step import Held, Known, Step, bucket, roomier
+from kvthaw.cache.step import Held, Known, Moves, Step, bucket, roomier
 from kvthaw.kernels.gpu import upload
 from kvthaw.regions import Regions
 
@@ -90,6 +90,7 @@ class Sequences:
     undropped: longest cleared sequence whose layer state is not freed yet, for bucket().
     version: changes with everything but decoded tokens.
     commits: number of committed steps.
+    prefills: how many of them attended densely.
     step: the step under way, or one that failed.
     most_decoded: the most new tokens that one step decodes one by one.
     verifying: a step of any number of tokens decodes them one by one: candidates of assisted decoding.
@@ -122,6 +123,7 @@ class Sequences:
     prompted: bool = False
     prompt_only: bool = False
     commits: int = 0
+    prefills: int = 0
     step: Step | None = None
     held: Held = field(default_factory=Held)
     on_device: DeviceLengths = field(default_factory=DeviceLengths)
@@ -328,6 +330,7 @@ class Sequences:
         self.step = None
         self._committed = step, {name: copy(getattr(self, name)) for name in _COUNTED}
         self.commits += 1
+        self.prefills += step.dense
         if step.parts:
             for row in step.rows():
                 self.set_length(row.seq, row.length)
@@ -385,8 +388,18 @@ class Sequences:
 
     def set_length(self, seq: int, length: int) -> None:
         """Set the length of one sequence, with as little padding as possible. At length 0 it is idle."""
-        lengths = [self.padded_length - pad for pad in self.left_pad]
-        lengths[seq] = length
+        pads, pad = self.left_pad, self.padded_length - length
+        if pad < 0 or (pad and not pads[seq] and pads.count(0) == 1):  # it becomes the longest, or was the only longest
+            self._set_lengths({seq: length})
+            return
+        pads[seq] = pad
+        self.idle = self.idle | {seq} if not length or seq in self.paused else self.idle - {seq}
+        self.prompt_only = False
+        self.changed()
+
+    def _set_lengths(self, new: Mapping[int, int]) -> None:
+        """Set the lengths of sequences, as set_length() does."""
+        lengths = [new.get(seq, self.padded_length - pad) for seq, pad in enumerate(self.left_pad)]
         self.padded_length = max(lengths)
         self.left_pad = [self.padded_length - n for n in lengths]
         self.idle = self.paused | {other for other, n in enumerate(lengths) if n == 0}
@@ -402,6 +415,16 @@ class Sequences:
         """Include a paused sequence in steps again."""
         self.paused -= {seq}
         self.set_length(seq, self.length(seq))
+
+    def move(self, moves: Moves) -> None:
+        """Move sequences to empty slots."""
+        lengths = dict[int, int]()
+        for seq, to in moves.slots.items():
+            lengths[seq], lengths[to] = 0, self.length(seq)
+            self.ring_start[seq], self.ring_start[to] = self.regions.sink, self.ring_start[seq]
+            if seq in self.ends:
+                self.ends[to] = self.ends.pop(seq)
+        self._set_lengths(lengths)
 
     def clear(self, seq: int) -> None:
         """Drop the tokens of one sequence, which is idle from then on."""

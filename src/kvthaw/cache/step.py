@@ -116,6 +116,22 @@ class Step:
         return [0 if seq in self.idle else max(0, total - left) for seq, left in enumerate(self.left_pad)]
 
 
+class Moves:
+    """Sequences that move to empty slots.
+
+    slots: the new slot of each sequence.
+    before, after: both as tensors [n] int64 on the device.
+    """
+
+    def __init__(self, slots: dict[int, int], device: torch.device) -> None:
+        self.slots = slots
+        self.before, self.after = upload([*zip(*slots.items(), strict=True)], torch.int64, device).unbind()
+
+    def copy(self, x: Tensor) -> None:
+        """Copy the entries [.., ...] of all sequences to their new slots."""
+        x.index_copy_(0, self.after, x.index_select(0, self.before))
+
+
 @dataclass(slots=True)
 class Known:
     """What is known of the next step. Every change of the sequences but decoded tokens makes it void.

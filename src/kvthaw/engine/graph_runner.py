@@ -3,7 +3,7 @@
 If the index is on the device, a step is one graph, with selection, fetch, attention and residency inside, and nothing waits
 for the host. If the index is on the host, a step has one more graph than searches, with a round trip to the host for each
 search. Other host work (a full ring, tables that grow) runs between replays. If a tensor that the graphs read has moved, or
-other adapters are active, the step runs eagerly and a later one is captured again. Adapters are compared when rows come or go,
+other adapters are active, the step runs eagerly and a later one is captured again. Adapters are compared when a prompt has come,
 and every 64 tokens. If the model needs the host, a capture fails, and all steps from
 that one on run eagerly.
 """
@@ -31,7 +31,7 @@ from kvthaw.kernels.gpu import autocast_dtype
 _log = logging.getLogger(__name__)
 _Kind = tuple[int, int, torch.dtype | None]
 """Rows and bucket of a step, and the dtype to which autocast casts."""
-_COMPARED = 64  # tokens after which adapters are compared, if no rows come or go
+_COMPARED = 64  # tokens after which adapters are compared, if no prompt comes
 _WARM = 2  # eager steps before a capture; they compile and tune kernels
 
 
@@ -218,8 +218,8 @@ class CapturedSteps:
 
     def _prepare(self) -> None:
         self._kv.before_step()
-        version, length = self._place()
-        if self._adapters[0] != (at := (version, length // _COMPARED)):
+        sequences = self._kv.sequences
+        if self._adapters[0] != (at := (sequences.prefills, sequences.padded_length // _COMPARED)):
             self._adapters = at, self._cache.adapters()
         read = self._adapters[1], *(tensor.data_ptr() for tensor in self._kv.tensors())
         if read != self._read:

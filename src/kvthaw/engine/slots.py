@@ -17,8 +17,9 @@ from kvthaw.engine.steps import Steps
 from kvthaw.errors import CacheError, HostMemoryError
 
 _log = logging.getLogger(__name__)
-_SPARE = 8
-"""1 / the part of the slots that must stay free, so that no request moves back and forth as requests come and go."""
+_MOVES, _SPARE = 32, 8
+"""Most requests that move to other slots before a step, each of which takes the host 0.1 ms; 1 / the part of the slots that must
+stay free, so that none moves back and forth as requests come and go."""
 
 
 def consecutive(requests: Sequence[Request]) -> list[list[Request]]:
@@ -75,8 +76,9 @@ class Slots:
         half = 1 << max(taken, default=0).bit_length() >> 1
         if self._cache.states or not kv.moves or len(taken) > half - half // _SPARE:
             return
-        free = (seq for seq in range(half) if self.held[seq] is None)
-        moves = {seq: next(free) for seq in reversed(taken) if seq >= half and self._moves(seq)}
+        free = [seq for seq in range(half) if self.held[seq] is None]
+        moving = [seq for seq in reversed(taken) if seq >= half and self._moves(seq)]
+        moves = dict(zip(moving[:_MOVES], free, strict=False))
         if moves:
             kv.move(moves)
             self._steps.move(moves)

@@ -145,7 +145,7 @@ def _part(name: str) -> str:
 def _adapted(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the names of modules with adapters, and the modules, which replace others, as in PEFT.
 
-    A running batch asks whenever requests come or go. torch's named_modules takes three times as long.
+    A running batch asks whenever a prompt has come. torch's named_modules takes three times as long.
     """
     seen, left = {model}, [("", model)]
     while left:
