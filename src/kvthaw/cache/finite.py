@@ -14,7 +14,7 @@ from kvthaw.cache.layer_base import LayerKV
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.step import Row
 from kvthaw.errors import CacheError
-from kvthaw.kernels.gpu import Download
+from kvthaw.kernels.gpu import Download, upload
 
 EVERY = 8
 """Steps between two copies of the flags from a GPU, which take two small launches for all layers."""
@@ -104,9 +104,12 @@ class FiniteCheck:
 
     def zero(self, layers: Sequence[LayerKV]) -> None:
         """Clear the flags of all sequences that have ended. Flags of other sequences stay."""
-        ended = [flag[seq] for layer in layers if (flag := layer.nonfinite()) is not None for seq in self._ended]
-        if ended:
-            torch._foreach_zero_(ended)
+        found = [flag for layer in layers if (flag := layer.nonfinite()) is not None]
+        for device in {flag.device for flag in found} if self._ended else ():
+            ended = upload(sorted(self._ended), torch.int64, device)
+            for flag in found:
+                if flag.device == device:
+                    flag.index_fill_(0, ended, 0)
         self._ended.clear()
         self._asked = None  # it may have flags of them
 

@@ -144,6 +144,7 @@ class Forward:
         self._looked = 0  # decoded tokens when it looked ahead last
         self._in_forward = self._prefilled = False  # _prefilled: a prompt was counted that may yet prove to have failed
         self._cleared = dict[tuple[LayerKV, int], None]()  # what is to drop, the earliest first
+        self._ended = False  # whether a sequence has ended since
         self._unstored: list[tuple[OffloadedLayer, PrefillKV]] = []  # of the prefill under way
         self._places = {layer.number: i for i, layer in enumerate(layers)}
         self.chooser = Chooser(layers, settings, self.sequences, self.streams)
@@ -416,10 +417,10 @@ class Forward:
     def finish_clear(self, *, all: bool = True) -> None:
         """Free the state that layers hold of cleared sequences. In one layer that takes the host 10 us, with an index 80 us.
 
-        all: False: free a quarter of it, at least _CLEARS layers' of a sequence. The rest waits for later calls.
+        all: False: free half of it, at least _CLEARS layers' of a sequence. The rest waits for later calls.
         """
         count = len(self._cleared)
-        self._drop(list(islice(self._cleared, count if all else max(_CLEARS, count // 4))))
+        self._drop(list(islice(self._cleared, count if all else max(_CLEARS, count // 2))))
 
     def _drop(self, cleared: Sequence[tuple[LayerKV, int]]) -> None:
         """Free the state that layers hold of cleared sequences, some of those in `_cleared`."""
@@ -433,7 +434,8 @@ class Forward:
             self.sequences.undropped = 0
             self.finite.zero(self.layers)
             passes.follow_blocks(self.offloaded)  # no step may be captured before
-            if not self.sequences.padded_length and self.chooser.returns:
+            ended, self._ended = self._ended, False
+            if ended and not self.sequences.padded_length and self.chooser.returns:
                 self.streams.device.reset()
                 self.sequences.divide(WHOLE, self.sequences.most_decoded)
                 self.chooser.reset()

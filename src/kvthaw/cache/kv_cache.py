@@ -44,10 +44,21 @@ class KVCache(Forward):
         self.sequences.undropped = max(self.sequences.undropped, self.sequences.length(seq))
         with self._for_one():
             self.sequences.clear(seq)
-        self.finite.forget(seq)
-        self._cleared |= dict.fromkeys((layer, seq) for layer in self.layers)
+        self._ended = True
+        self._leave(seq)
         if not later:
             self.finish_clear()
+
+    def reuse(self, seq: int) -> None:
+        """Prepare an empty slot for a new sequence, since steps of other sequences wrote to it. Its prompt does most of that."""
+        if self._ended and not self.sequences.padded_length:
+            self.finish_clear()  # full attention may apply again
+        self._leave(seq)
+
+    def _leave(self, seq: int) -> None:
+        """Queue what layers hold of a slot for finish_clear()."""
+        self.finite.forget(seq)
+        self._cleared |= dict.fromkeys((layer, seq) for layer in self.layers)
 
     def pause(self, seq: int) -> None:
         """Exclude a decoding sequence from coming steps. No tensor moves."""
@@ -126,7 +137,7 @@ class KVCache(Forward):
         self.rollback_failed_step(ahead=True)
         taken = set(slots.values())
         self._drop([one for one in self._cleared if one[1] in taken])
-        moves = Moves(dict(slots), self.layers[0].tensors()[0].device)
+        moves = Moves(slots)
         for layer in self.layers:
             layer.move(moves)
         with self._for_one():

@@ -339,13 +339,16 @@ class OffloadedLayer(LayerKV):
     def clear(self, seq: int) -> None:
         if self.plan is None:
             return
+        held = self.store.table.blocks[seq]
+        self.recent_queries.pop(seq, None)
+        if not held and self.retriever is None:
+            return  # often an empty slot
         self.drop_search()
-        if not all(block.on_device for block in self.store.table.blocks[seq]):
+        if not all(block.on_device for block in held):
             self.store.wait()  # a block on the device is reused after the work that writes to it
         if self.updater is not None:
             self.updater.clear(seq)
         self.storage.truncate(seq, 0)
-        self.recent_queries.pop(seq, None)
 
     def state(self, seq: int) -> LayerState:
         return replace(self.storage.state(seq), queries=self.recent_queries.get(seq))

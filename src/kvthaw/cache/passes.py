@@ -320,7 +320,7 @@ def _pin(layers: Sequence[OffloadedLayer], needs: Mapping[int, int]) -> None:
 
 
 def lack_blocks(layers: Sequence[OffloadedLayer], idle: Collection[int]) -> bool:
-    """Return whether the device lacks addresses of blocks, apart from those of idle sequences."""
+    """Return whether the device lacks addresses of blocks, except the blocks of idle sequences."""
     return any(layer.store.table.lacks(idle) for layer in layers if layer.storage.tabled)
 
 

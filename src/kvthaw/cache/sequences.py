@@ -388,11 +388,12 @@ class Sequences:
 
     def set_length(self, seq: int, length: int) -> None:
         """Set the length of one sequence, with as little padding as possible. At length 0 it is idle."""
-        pads, pad = self.left_pad, self.padded_length - length
-        if pad < 0 or (pad and not pads[seq] and pads.count(0) == 1):  # it becomes the longest, or was the only longest
+        pads, before = self.left_pad, self.left_pad[seq]
+        pads[seq] = self.padded_length - length
+        if pads[seq] < 0 or 0 not in pads:
+            pads[seq] = before
             self._set_lengths({seq: length})
             return
-        pads[seq] = pad
         self.idle = self.idle | {seq} if not length or seq in self.paused else self.idle - {seq}
         self.prompt_only = False
         self.changed()

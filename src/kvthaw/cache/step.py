@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -120,16 +120,19 @@ class Moves:
     """Sequences that move to empty slots.
 
     slots: the new slot of each sequence.
-    before, after: both as tensors [n] int64 on the device.
     """
 
-    def __init__(self, slots: dict[int, int], device: torch.device) -> None:
-        self.slots = slots
-        self.before, self.after = upload([*zip(*slots.items(), strict=True)], torch.int64, device).unbind()
+    def __init__(self, slots: Mapping[int, int]) -> None:
+        self.slots = dict(slots)
+        self._on = dict[torch.device, tuple[Tensor, Tensor]]()  # former and new slots, [n] int64 each
 
     def copy(self, x: Tensor) -> None:
-        """Copy the entries [.., ...] of all sequences to their new slots."""
-        x.index_copy_(0, self.after, x.index_select(0, self.before))
+        """Copy what x [slots, ...] has of the sequences to their new slots."""
+        if x.device not in self._on:
+            before, after = upload([*zip(*self.slots.items(), strict=True)], torch.int64, x.device).unbind()
+            self._on[x.device] = before, after
+        before, after = self._on[x.device]
+        x.index_copy_(0, after, x.index_select(0, before))
 
 
 @dataclass(slots=True)

@@ -206,7 +206,8 @@ class Batch:
             self.prompts.prefill(request, tokens)
             # else start() builds them after the others' next tokens
             if request in self.prompts.indexing and self.cache.kv.built(request.seq, build=False):
-                self._slots.start([request])
+                self._slots.start(request)
+                self._slots.first([request])
                 self._steps.replay.prepare()  # while the device runs the prompt
         except BaseException:
             self.preempt(request, keep=False)  # to be prefilled again, since its prompt is incomplete
@@ -245,27 +246,34 @@ class Batch:
 
     def _start_indexed(self, requests: Sequence[Request], timeout: float | None = 0.0, *, build: bool = True) -> None:
         """Start requests whose prompts are whole, as start() does; build as for KVCache.built."""
-        built = list[Request]()
+        started = list[Request]()
         for request in requests:
             try:
                 if self.cache.kv.built(request.seq, timeout, build=build):
-                    built.append(request)
+                    self._slots.start(request)
+                    started.append(request)
             except Exception as error:
-                self._fail([request], error)
-        for run in consecutive(sorted(built, key=lambda one: one.seq)):
-            try:
-                self._slots.start(run)
-            except Exception as error:
-                self._fail(run, error)
-        if built:
+                self._fail(request, error)
+        for run in consecutive(sorted(started, key=lambda one: one.seq)):
+            self._first(run)
+        if started:
             self._steps.replay.prepare()  # while the device runs the prompts
 
-    def _fail(self, requests: Sequence[Request], error: Exception) -> None:
-        """Take the slots of requests that could not start away, and let read() return them."""
-        for request in requests:
-            self.preempt(request, keep=False)
-            request.fail(error)
-            self._failed.append(request)
+    def _first(self, run: Sequence[Request]) -> None:
+        """Sample the first tokens of requests in consecutive slots; one by one if that fails."""
+        try:
+            self._slots.first(run)
+        except Exception as error:
+            for request in run if len(run) > 1 else ():
+                self._first([request])
+            if len(run) == 1:
+                self._fail(run[0], error)
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        """Take the slot of a request that could not start away, and let read() return it."""
+        self.preempt(request, keep=False)
+        request.fail(error)
+        self._failed.append(request)
 
     def decode(self) -> list[Request]:
         """Decode one token of every request that can; see launch(). Returns the requests that got one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Collection, Mapping
+from itertools import takewhile
 
 from kvthaw.engine.request import Request
 
@@ -34,13 +35,12 @@ class FairShare:
         self._had[client] = self.had(client) + tokens
 
     def wait(self, client: str, waiting: Collection[str]) -> None:
-        """A request of a client starts to wait.
+        """The first request of a client starts to wait.
 
         waiting: clients of the requests that wait already.
         """
-        if client not in waiting:
-            least = min(map(self.had, waiting), default=self._floor)
-            self._had[client] = max(self.had(client), least - self._credit)
+        least = min(map(self.had, waiting), default=self._floor)
+        self._had[client] = max(self.had(client), least - self._credit)
 
     def choose(self, client: str) -> None:
         """A waiting request of a client is chosen."""
@@ -83,7 +83,9 @@ class FairQueue:
 
     def wait(self, request: Request) -> None:
         """Queue a request for a slot."""
-        self.share.wait(request.spec.client, {one.spec.client for one in self.waiting})
+        client = request.spec.client
+        if not any(one.spec.client == client for one in self.waiting):
+            self.share.wait(client, {one.spec.client for one in self.waiting})
         insort(self.waiting, request, key=self._rank.__getitem__)
 
     def forget(self, request: Request) -> None:
@@ -102,6 +104,13 @@ class FairQueue:
         """
         priority, arrived = self._rank[request]
         return priority, self.share.had(request.spec.client) + coming, arrived
+
+    def first(self, left: Mapping[str, int]) -> Request:
+        """Return the first of in_order(): the earliest of the lowest number of some client."""
+        lowest, clients = self._rank[self.waiting[0]][0], dict[str, Request]()
+        for one in takewhile(lambda one: self._rank[one][0] == lowest, self.waiting):
+            clients.setdefault(one.spec.client, one)
+        return min(clients.values(), key=lambda one: self.order(one, left[one.spec.client]))
 
     def in_order(self, left: Mapping[str, int]) -> list[Request]:
         """Return the waiting requests in the order in which they get slots.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Unpack
 
 import torch
@@ -274,8 +274,9 @@ class Scheduler:
         if len(self.batch.requests) >= self._short:
             return
         self._short = self.batch.max_seqs
+        left = self._prompts_left() if self._queue.waiting and self.batch.free else Counter[str]()
         while self._queue.waiting and self.batch.free:
-            request = self._next()
+            request = self._next(left)
             if request is None or not self.batch.admission.fits(request, self.batch.placed, self._queue.waiting):
                 return
             preempted = request.swapped is not None
@@ -289,17 +290,19 @@ class Scheduler:
                 return  # the others' tokens must still be reported
             self._queue.waiting.remove(request)
             self._share.choose(request.spec.client)
+            left[request.spec.client] += 0 if request.decodes else request.prompt - request.prefilled
             self.resumed += preempted and request in self.batch.decoding
             self.recomputed += preempted and request not in self.batch.decoding
 
-    def _next(self) -> Request | None:
+    def _next(self, left_of: Mapping[str, int]) -> Request | None:
         """Return the request that gets the next slot, or None. It is the first waiting request, except for the last slot.
 
         While a long prompt of no higher number is prefilled, the last slot goes to the first short prompt of the same number.
         The processes of a split model may know different prefixes, so there the first request gets every slot.
+
+        left_of: as _prompts_left() returns it.
         """
-        waiting = self._in_order()
-        first, short = waiting[0], self._turns.short
+        first, short = self._queue.first(left_of), self._turns.short
         if self.batch.free > 1 or self.split or not self.batch.requests:
             return first
         priority, left = self._queue.rank(first)[0], self.batch.left
@@ -308,6 +311,7 @@ class Scheduler:
             return first
         if not self.batch.admission.fits(first, self.batch.placed, self._queue.waiting):
             return None
+        waiting = self._queue.in_order(left_of)
         return next((one for one in waiting if one.prompt <= short and self._queue.rank(one)[0] == priority), None)
 
     def _make_way(self, told: list[Request]) -> None:

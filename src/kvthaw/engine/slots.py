@@ -18,8 +18,8 @@ from kvthaw.errors import CacheError, HostMemoryError
 
 _log = logging.getLogger(__name__)
 _MOVES, _SPARE = 32, 8
-"""Most requests that move to other slots before a step, each of which takes the host 0.1 ms; 1 / the part of the slots that must
-stay free, so that none moves back and forth as requests come and go."""
+"""Most requests that move to other slots before a step, 0.1 ms of the host each. One in _SPARE of the slots must stay free, so
+that none moves back and forth as requests come and go."""
 
 
 def consecutive(requests: Sequence[Request]) -> list[list[Request]]:
@@ -52,7 +52,7 @@ class Slots:
         kv = self._cache.kv
         seq = self.held.index(None)
         wait_indexed(kv.offloaded)  # not for the step under way: the host proceeds to the prompt meanwhile
-        kv.clear(seq, later=True)  # steps also wrote to it while it was empty
+        kv.reuse(seq)
         kv.sequences.ends[seq] = request.prompt + request.spec.limit
         request.place(seq, self._model)
         self.held[seq], request.arrived, self._arrived = request, self._arrived, self._arrived + 1
@@ -94,14 +94,18 @@ class Slots:
             return False
         return request.decodes and request.checked and request.finished is None and request.matcher is None
 
-    def start(self, requests: Sequence[Request]) -> None:
-        """Sample the first tokens of requests in consecutive slots, whose prompts are prefilled and indexed."""
+    def start(self, request: Request) -> None:
+        """Start a request whose prompt is prefilled and indexed. It decodes once first() has sampled its first token."""
+        self._cache.kv.resume(request.seq)
+        self._cache.states.place(request.seq)
+        self._steps.join(request)
+
+    def first(self, requests: Sequence[Request]) -> None:
+        """Sample the first tokens of requests in consecutive slots that start() was called for."""
+        indexing = self._prompts.indexing
+        self._steps.first(requests, torch.cat([indexing[request] for request in requests]))
         for request in requests:
-            self._cache.kv.resume(request.seq)
-            self._cache.states.place(request.seq)
-            self._steps.join(request)
-        self._steps.first(requests, torch.cat([self._prompts.indexing.pop(request) for request in requests]))
-        for request in requests:
+            del indexing[request]
             request.decodes = True
 
     def check_prompt(self, request: Request) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from kvthaw.cache.step import Moves
 from kvthaw.engine.graph_runner import StaticGraphs, capturable
 from kvthaw.engine.hf import PreTrainedModel
 from kvthaw.engine.hf.batch_cache import BatchCache
@@ -57,8 +58,7 @@ class Steps:
 
         moves: the new slot of each sequence.
         """
-        seqs, slots = upload([*moves.items()], torch.int64, self.sampler.device).unbind(1)
-        self._latest[slots] = self._latest[seqs]
+        Moves(moves).copy(self._latest)
         for seq, to in moves.items():
             self.sampler.move(seq, to)
 
