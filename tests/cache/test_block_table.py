@@ -10,6 +10,7 @@ import torch
 
 from kvthaw.cache import host
 from kvthaw.cache.host import BlockTable, follow
+from kvthaw.cache.step import Moves
 
 CPU = torch.device("cpu")
 
@@ -67,3 +68,43 @@ def test_a_copy_that_failed_is_repeated_in_full(monkeypatch: pytest.MonkeyPatch)
     for addresses, table in zip(follow(tables, CPU), tables, strict=True):
         assert addresses[:, :3].tolist() == [[64, 0, 0], [48, 0, 0]]
         assert table.on_host[:, :3].tolist() == [[True, False, False], [True, False, False]]
+
+
+def test_a_sequence_without_blocks_is_not_written_until_it_has_some() -> None:
+    table = table_of(blocks((16, False), (32, True)), blocks((64, True)))
+    table.on(CPU)
+    table.blocks[0] = blocks()
+    table.changed(0)
+    assert table.behind
+    assert not table.lacks({0})
+    assert table.lacks({1})
+    assert table.changes(CPU) == []
+    table.blocks[0] = blocks((80, False))
+    table.changed(0)
+    assert table.on(CPU)[0, :3].tolist() == [80, 0, 0]
+    assert table.on_host[:, :2].tolist() == [[False, False], [True, False]]
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_moved_sequences_are_where_they_went(behind: bool) -> None:
+    """The device moves what it has; what it lacks is written there later."""
+    table = table_of(blocks(), blocks((16, False), (32, True)), blocks((48, False)), blocks((64, False), (80, False)))
+    table.on(CPU)
+    table.blocks[3] = blocks()
+    table.changed(3)
+    if behind:
+        table.blocks[2] = blocks((96, False))
+        table.changed(2)
+    at = table.blocks[2][0].place[0]
+    table.move(Moves({1: 0, 2: 3}))
+    if not behind:
+        assert table.addresses[[0, 3], :2].tolist() == [[16, 32], [48, 0]]
+        assert not table.lacks(set())
+    assert table.on(CPU)[[0, 3], :2].tolist() == [[16, 32], [at, 0]]
+    assert table.on_host[[0, 3], :2].tolist() == [[False, True], [False, False]]
+    assert table.some_on_host
+    assert list(map(len, table.blocks)) == [2, 0, 0, 1]
+    table.blocks[1] = blocks((16, False))
+    table.changed(1)
+    assert table.on(CPU)[[0, 1, 3], :2].tolist() == [[16, 32], [16, 0], [at, 0]]
+    assert not table.on_host[1].any()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvthaw.cache import sequences
 from kvthaw.cache.sequences import DeviceLengths, Sequences
-from kvthaw.cache.step import Known
+from kvthaw.cache.step import Known, Moves
 from kvthaw.regions import Regions
 
 CPU = torch.device("cpu")
@@ -251,3 +251,43 @@ def test_any_other_change_makes_all_that_is_known_void(change: str) -> None:
     CHANGES[change](of)
     assert of.version > version
     assert (of.known.prepared, of.known.flushed) == (None, -1)
+
+
+changes = st.lists(
+    st.tuples(st.sampled_from(["set", "pause", "resume", "clear", "decode", "move"]), st.integers(0, 4), st.integers(0, 9))
+)
+
+
+@given(st.lists(st.integers(1, 9), min_size=5, max_size=5), changes)
+def test_a_change_of_one_sequence_leaves_the_others_as_they_are(prompts: list[int], made: list[tuple[str, int, int]]) -> None:
+    """With as little padding as possible, and who is empty or paused is idle."""
+    of, known, paused = Sequences(), [0] * 5, set[int]()
+    of.open(5, 100)
+    for seq, length in enumerate(prompts):
+        of.set_length(seq, length)
+        known[seq] = length
+    for change, seq, number in made:
+        if change == "set":
+            of.set_length(seq, number)
+            known[seq] = number
+        elif change == "clear":
+            of.clear(seq)
+            known[seq] = 0
+            paused.discard(seq)
+        elif change == "decode":
+            idle = paused | {at for at, n in enumerate(known) if not n}
+            if len(idle) < 5 and not any(at not in idle and of.length(at) == 0 for at in range(5)):
+                decode(of)
+                known = [n + (at not in idle) for at, n in enumerate(known)]
+            continue  # in which padding may grow
+        elif change == "move":
+            to = number % 5
+            if known[seq] and not known[to] and not {seq, to} & paused:
+                of.move(Moves({seq: to}))
+                known[to], known[seq] = known[seq], 0
+        else:
+            getattr(of, change)(seq)
+            (paused.add if change == "pause" else paused.discard)(seq)
+        assert lengths(of) == known
+        assert of.idle == paused | {at for at, n in enumerate(known) if not n}
+        assert change == "move" or of.padded_length == max(known)

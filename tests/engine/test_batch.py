@@ -13,7 +13,8 @@ import torch
 from transformers import PreTrainedModel
 
 import kvthaw
-from kvthaw.cache import forward
+from counting import Launches
+from kvthaw.cache import forward, passes
 from kvthaw.cache.finite import FiniteCheck
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_updater import IndexUpdater
@@ -638,3 +639,45 @@ def test_a_prompt_that_is_whole_comes_no_further(llama: PreTrainedModel, monkeyp
     while not request.finished:
         batch.step()
     assert request.tokens == alone(llama, "icecache-digest", ids, 5, budget=48)
+
+
+def test_steps_of_a_batch_that_may_outgrow_the_device_wait_for_blocks_that_moved(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the host launches a step without a look at each layer."""
+    captured_by(monkeypatch, StandIn)
+    how: dict[str, Any] = {"full_below": CAPACITY, "budget": 48, "block_size": 16, "device_memory": 1 << 19}
+    batch, looks, renew = Batch(llama, "pariskv-plus", max_seqs=8, capacity=CAPACITY, **how), list[int](), passes.renew
+    batch.cache.replay = StaticGraphs(llama.forward, batch.cache)
+    kv = batch.cache.kv
+    for seq in range(2):
+        prefilled(batch, prompt(1, 50, seed=seq)[0], max_new_tokens=100, stop=())
+    for _ in range(6):
+        batch.step()
+    assert kv.streams.device.spills
+    assert kv.chooser.in_blocks
+    monkeypatch.setattr(passes, "renew", lambda *given: (looks.append(1), renew(*given)))
+    for _ in range(40):
+        batch.step()
+    assert looks == []
+    for changed, found in ((3, []), (1, [1])):  # nobody's blocks; blocks that a step reads
+        kv.offloaded[-1].store.table.changed(changed)
+        batch.step()
+        assert looks == found
+    assert not kv.offloaded[-1].store.table.lacks(kv.sequences.idle)
+
+
+def test_requests_that_start_together_cost_the_host_as_much_as_one(llama: PreTrainedModel) -> None:
+    """Their first tokens are drawn and copied together."""
+    found = []
+    for together in (1, 6):
+        batch = Batch(llama, "full", max_seqs=8, capacity=CAPACITY)
+        requests = [batch.join(prompt(1, 40 + seq, seed=seq)[0], max_new_tokens=8, stop=()) for seq in range(together)]
+        for request in requests:
+            batch.prompts.prefill(request, None)
+        with Launches() as launches:
+            batch.start(None)
+        found.append(launches.count)
+        batch.read()
+        assert all(len(request.tokens) == 1 for request in requests)
+    assert found[1] <= found[0] + 6, "what a table of settings and the logits take"

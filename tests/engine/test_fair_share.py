@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from unittest.mock import Mock
 
 import pytest
 
-from kvthaw.engine.fair_share import KEPT, FairShare
+from kvthaw.engine.fair_share import KEPT, FairQueue, FairShare
 
 LARGEST = 50
 
@@ -93,3 +95,19 @@ def test_few_are_remembered() -> None:
     assert share.had(str(KEPT + 400)) == KEPT + 401
     share.forget(())
     assert share.had(str(KEPT + 400)) == 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_first_request_is_the_first_of_all_in_order(seed: int) -> None:
+    rng, queue = random.Random(seed), FairQueue(credit=10.0)
+    for _ in range(30):
+        request = Mock()
+        request.spec.client = rng.choice("abcd")
+        queue.submit(request, rng.randrange(3))
+        queue.share.serve(request.spec.client, rng.randrange(40))
+    left = Counter({client: rng.randrange(50) for client in "abcd"})
+    while queue.waiting:
+        first = queue.first(left)
+        assert first is queue.in_order(left)[0]
+        queue.waiting.remove(first)
+        left[first.spec.client] += rng.randrange(20)

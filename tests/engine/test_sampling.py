@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from kvthaw.counter_rng import gumbel
+from kvthaw.engine import sampling as sampling_module
 from kvthaw.engine.logprobs import logprobs, score, top
 from kvthaw.engine.sampling import Sampler, Sampling
 from kvthaw.errors import ConfigError
@@ -438,3 +439,27 @@ def test_a_sampler_refuses_what_is_not_the_models() -> None:
         with pytest.raises(ConfigError, match=message):
             sampler.join(0, settings)
     assert torch.equal(sampler(logits, torch.arange(1)).tokens, expected)
+
+
+def test_changed_settings_are_written_by_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the next draw, if they are others than the device has."""
+    sent, real = list[int](), sampling_module.sent
+    monkeypatch.setattr(sampling_module, "sent", lambda x, device: (sent.append(len(x)), real(x, device))[1])
+    sampler, alone = Sampler(4, VOCAB), Sampler(1, VOCAB)
+    hot = [Sampling(temperature=1.0, seed=seed, min_tokens=seed) for seed in range(4)]
+    sent.clear()
+    for seq in (3, 1):
+        sampler.join(seq, hot[seq], stops=[5])
+    assert sent == []
+    logits = random_logits(4)
+    first = sampler(logits, torch.zeros(4, dtype=torch.int64)).fetch()()[0]
+    assert sent == [2]
+    for seq in (3, 1):
+        sampler.leave(seq)
+        sampler.join(seq, hot[seq], stops=[5])
+    sampler.move(3, 0)
+    moved = sampler(logits[[3, 1, 2, 0]], torch.zeros(4, dtype=torch.int64)).fetch()()[0]
+    assert moved[:2] == [first[3], first[1]]
+    assert sent == [2, 2], "of the sequence that moved, and of its former place"
+    alone.join(0, hot[3], stops=[5])
+    assert alone(logits[3:], torch.zeros(1, dtype=torch.int64)).fetch()()[0] == [first[3]]

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
+from counting import Launches
 from kvthaw import Batch, CacheError, ConfigError, HostMemoryError, PrefixCache, QueueFullError, Request, Sampling, Scheduler
 from kvthaw.engine.chunk_lengths import BUS, DEPTH, STREAMED, YIELDS, ChunkLengths, chunk_tokens, cpu_tokens, streamed_tokens
 from kvthaw.engine.hf.model import attention_depth
@@ -876,14 +876,6 @@ def test_earlier_rows_cross_the_bus_from_the_host_alone(memory: str | None, stre
 @pytest.mark.parametrize("method", ["full", "pariskv-plus", "clusterkv-plus", "prkv"])
 def test_a_request_that_leaves_costs_few_launches_a_layer(method: str) -> None:
     """The others wait for it. There were eight a layer and more."""
-
-    class Count(TorchDispatchMode):
-        launches = 0
-
-        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.launches += not op.is_view
-            return op(*args, **(kwargs or {}))
-
     deep = build("llama", num_hidden_layers=8)
     batch = Batch(
         deep, method, max_seqs=2, capacity=200, **({} if method == "full" else {"budget": 48, "device_memory": "1GiB"})
@@ -891,9 +883,9 @@ def test_a_request_that_leaves_costs_few_launches_a_layer(method: str) -> None:
     requests = [batch.join(prompt(1, 120)[0], max_new_tokens=20, stop=()) for _ in range(2)]
     while not requests[1].tokens:
         batch.step()
-    with Count() as count:
+    with Launches() as launches:
         batch.leave(requests[0])
-    assert count.launches <= 8 * 5
+    assert launches.count <= 8 * 5
 
 
 @torch.no_grad()

@@ -74,8 +74,8 @@ class BlockTable:
             self._written[to] = self._written[seq]
             if seq in self._hosted:
                 self._hosted ^= {seq, to}
-        self._at += not self.behind
-        self.version += 1
+        self._changed.difference_update(moves.slots.values())
+        self._at, self.version = self._at + (not self.behind), self.version + 1
 
     def row(self, seq: int) -> Tensor:
         """Return the address of each block of a sequence, [blocks] int64 on the CPU."""
