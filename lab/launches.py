@@ -22,7 +22,17 @@ KERNELS = {
         *("_choose", "_mean", "_score", "_narrow", "_read"),
     ),
     "updates": (
-        *("_encode", "_freeze", "_extend", "_stream_keys", "_denominators", "_mass", "_page_bounds", "_page_means"),
+        *(
+            "_encode",
+            "_freeze",
+            "_interleave",
+            "_extend",
+            "_stream_keys",
+            "_denominators",
+            "_mass",
+            "_page_bounds",
+            "_page_means",
+        ),
         *("_assign", "_average", "_rank", "_sort", "_cover", "_direct", "_nearest", "_digest", "_static_first"),
     ),
     "prompt": ("_merge_parts", "_packed"),

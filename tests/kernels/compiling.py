@@ -125,7 +125,7 @@ def clusters(dtype: torch.dtype, dim: int) -> None:
 
 
 def moves(dtype: torch.dtype, dim: int) -> None:
-    from kvthaw.kernels import cover, extend, freeze, row_format, stream_keys
+    from kvthaw.kernels import cover, extend, freeze, interleave, row_format, stream_keys
     from kvthaw.kernels.page_bounds import Spread
 
     slab, table, eight = empty(3, HEADS, 90, 2, dim, dtype=dtype), empty(3, 8, dtype=torch.int64), row_format.E4M3(dim, dtype)
@@ -133,6 +133,9 @@ def moves(dtype: torch.dtype, dim: int) -> None:
     for format in (None, eight):
         freeze.freeze([slab] * 2, [table] * 2, 1024, leaving, out, sink=4, ring=80, format=format)
     row_format.encode(slab, eight.row_bytes)
+    for strided in (empty(300, HEADS, dim, dtype=dtype).transpose(0, 1), empty(HEADS, 300, dim + 1, dtype=dtype)[:, :, 1:]):
+        prompts = [interleave.Prompts(strided, strided, empty(3, 3)[:, 0])] * 2
+        interleave.launch(prompts, [(0, 0, 120), (2, 120, 300)], empty(2, HEADS, 300, 2, dim, dtype=dtype))
     keys, places = (
         empty(2, HEADS, 16, 2, dim, dtype=dtype)[:, :, :, 0],
         [extend.Destination(0, 7, 40, 2), extend.Destination(1, 9, 50, 3)],

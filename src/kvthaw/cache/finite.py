@@ -1,6 +1,6 @@
 """Check that a model's keys and values are finite: each layer has a flag of each sequence, which is set once they are not.
 
-mark() sets it for prompts, attention for decoded tokens (`kernels/flash_decode.py`).
+`kernels/interleave.py` sets it for prompts, and attention for decoded tokens (`kernels/flash_decode.py`).
 """
 
 from __future__ import annotations
@@ -12,19 +12,11 @@ from torch import Tensor
 
 from kvthaw.cache.layer_base import LayerKV
 from kvthaw.cache.offloaded_layer import OffloadedLayer
-from kvthaw.cache.step import Row
 from kvthaw.errors import CacheError
 from kvthaw.kernels.gpu import Download, upload
 
 EVERY = 8
 """Steps between two copies of the flags from a GPU, which take two small launches for all layers."""
-
-
-def mark(flags: Sequence[Tensor], kv: Tensor, rows: Sequence[Row]) -> None:
-    """Set the flags [B] int32 of L layers for sequences whose new rows, kv [L, H, n, 2, D], are not finite. No host sync."""
-    norms = torch.stack([torch.linalg.vector_norm(kv[:, :, row.places], torch.inf, dim=(1, 2, 3, 4)) for row in rows], dim=1)
-    bad = (norms - norms).isnan().int().flatten()
-    torch._foreach_maximum_([flag[row.seq] for flag in flags for row in rows], list(bad.unbind()))
 
 
 class _Flags:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.device_layers import DenseLayer
-from kvthaw.cache.finite import check_prompts, mark
+from kvthaw.cache.finite import check_prompts
 from kvthaw.cache.host import follow
 from kvthaw.cache.host_memory import beyond
 from kvthaw.cache.index_updater import IndexUpdater
@@ -28,6 +28,7 @@ from kvthaw.cache.step import Row, Step
 from kvthaw.cache.streams import Streams
 from kvthaw.kernels.freeze import Span
 from kvthaw.kernels.gpu import upload
+from kvthaw.kernels.interleave import Prompts, interleave
 
 SHORT = 1 << 24
 """Bytes of a layer's keys up to which prompts wait until other layers have attended, if none of them has _ENGINES tokens."""
@@ -82,11 +83,10 @@ def _store(group: Sequence[tuple[OffloadedLayer, PrefillKV]], rows: Sequence[Row
     """Store and index the KV of sequences in one row of the step's tensors, in several layers. Rings get the rows as stored."""
     layers, own, tokens = [layer for layer, _ in group], rows[0].row, slice(rows[0].start, rows[-1].stop)
     rows = [replace(row, start=row.start - tokens.start, stop=row.stop - tokens.start) for row in rows]  # without padding
-    parts = [each[own, :, tokens] for _, new in group for each in (new.keys, new.values)]
-    one, (heads, n, dim) = layers[0], parts[0].shape
-    kv = parts[0].new_empty((len(group), heads, n, 2, dim))
-    torch._foreach_copy_([part for each in kv for part in each.unbind(2)], parts)
-    mark([layer.slab.tickets[:, 0] for layer in layers], kv, rows)
+    prompts = [Prompts(new.keys[own, :, tokens], new.values[own, :, tokens], layer.slab.tickets[:, 0]) for layer, new in group]
+    one, (heads, n, dim) = layers[0], prompts[0].keys.shape
+    kv = prompts[0].keys.new_empty((len(group), heads, n, 2, dim))
+    interleave(prompts, [(row.seq, row.start, row.stop) for row in rows], kv)
     for layer in layers:
         layer.unchecked = True
     kv = one.store.format.decode(one.store.format.encode(kv))  # the rows as they are stored
