@@ -15,7 +15,6 @@ many blocks of 4 MiB page-locked in a fresh pool.
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
 import mmap
 import os
@@ -28,6 +27,7 @@ from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
+from xxhash import xxh3_128_digest
 
 from kvthaw import Cache
 from kvthaw.cache.page_locked import PageLocked
@@ -67,7 +67,7 @@ def restore(model: PreTrainedModel, folder: Path, method: str, question: int, ho
 
     def digest(path: Path) -> None:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            hashlib.sha256(data)
+            xxh3_128_digest(data)
 
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         _, hash_s = timed(lambda: list(threads.map(digest, files)))

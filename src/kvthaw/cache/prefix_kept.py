@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import tempfile
 import weakref
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from xxhash import xxh3_128_digest
 
 from kvthaw.cache.device_layers import DenseLayer
 from kvthaw.cache.host_memory import Block, HostMemory, as_bytes
@@ -471,10 +471,10 @@ class BlockFile:
         data, done = as_bytes(tensor), 0
         while done < len(data):
             done += os.pwrite(self._file, data[done:], at + done)
-        return hashlib.sha256(data).digest()
+        return xxh3_128_digest(data)
 
     def _read(self, at: int, tensor: Tensor) -> bytes:
         data, done = as_bytes(tensor), 0
         while done < len(data) and (more := os.preadv(self._file, [data[done:]], at + done)):
             done += more
-        return hashlib.sha256(data[:done]).digest()
+        return xxh3_128_digest(data[:done])

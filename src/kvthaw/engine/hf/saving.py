@@ -46,7 +46,7 @@ SavedLayer = tuple[LayerShape, Mapping[int, LayerState]]
 """The shape of a layer, and its state by sequence. An index is of the cache's kind."""
 Item = TypeVar("Item")
 Done = TypeVar("Done")
-FORMAT = 4
+FORMAT = 5
 """Version of the form on disk. read_header() refuses every other one; CONTRIBUTING.md says when to raise it."""
 _log = logging.getLogger(__name__)
 _HEADER = "header.json"
@@ -83,8 +83,8 @@ def write_folder(model: PreTrainedModel, path: Path, about: Mapping[str, Any], p
             new = folder / "new"
             new.mkdir(OWN)
             files = {
-                name: {"sha256": sha256, "scale": scale}
-                for (name, scale, _), sha256 in _some_at_once(parts, lambda part: tensor_file.write(new / part[0], part[2]))
+                name: {"xxh3_128": checksum, "scale": scale}
+                for (name, scale, _), checksum in _some_at_once(parts, lambda part: tensor_file.write(new / part[0], part[2]))
             }
             seen = embedded(unwrap(model), about["token_ids"])
             header = {"format": FORMAT, "kvthaw": __version__, "model": known, "embedded": seen, **about, "files": files}
@@ -198,7 +198,7 @@ def _file(path: Path, header: Mapping[str, Any], number: int) -> tensor_file.Ten
     name = _name(number)
     if name not in header["files"]:
         raise CacheError(f"{path} has no {name}")
-    return tensor_file.TensorFile(path / name, header["files"][name]["sha256"])
+    return tensor_file.TensorFile(path / name, header["files"][name]["xxh3_128"])
 
 
 def check_header(model: PreTrainedModel, path: Path) -> dict[str, Any]:
@@ -248,7 +248,7 @@ def _whole(header: Mapping[str, Any]) -> bool:
         all(isinstance(row, list) and len(row) == len(rows[0]) and all(map(_is_token, row)) for row in rows)
         and 0 < len(rows) == len(pads)
         and all(type(pad) is int and 0 <= pad < len(rows[0]) for pad in pads)
-        and all(isinstance(file, dict) and type(file.get("scale")) is float and "sha256" in file for file in files)
+        and all(isinstance(file, dict) and type(file.get("scale")) is float and "xxh3_128" in file for file in files)
     )
 
 

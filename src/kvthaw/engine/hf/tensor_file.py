@@ -1,9 +1,8 @@
-"""Files of tensors in the safetensors format, with the SHA-256 of their bytes."""
+"""Files of tensors in the safetensors format, with a checksum of their bytes: XXH3 of 128 bits, 20 GB/s a core."""
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import re
@@ -18,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from xxhash import xxh3_128
 
 from kvthaw.cache.host_memory import as_bytes
 from kvthaw.errors import CacheError
@@ -36,7 +36,7 @@ _CODE = re.compile(r"\(os error (\d+)\)")  # how safetensors names an error of t
 
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write contiguous CPU tensors to a new file that only its owner may read, and sync it. Returns the SHA-256 of its bytes.
+    """Write contiguous CPU tensors to a new file that only its owner may read, and sync it. Returns the checksum of its bytes.
 
     Raises OSError.
     """
@@ -48,19 +48,22 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> str:
         raise OSError(code, os.strerror(code), str(path)) from error
     with _opened(path) as file:
         os.fsync(file.fileno())
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        digest, piece = xxh3_128(), memoryview(bytearray(_PIECE))
+        while size := file.readinto(piece):
+            digest.update(piece[:size])
+        return digest.hexdigest()
 
 
 class TensorFile:
-    """A file that write() wrote, and the SHA-256 that its bytes should have.
+    """A file that write() wrote, and the checksum that its bytes should have.
 
     kinds: the dtype and shape of each tensor, in the order in which they lie in the file.
 
     Raises CacheError if the file cannot be read or is not of this form.
     """
 
-    def __init__(self, path: Path, sha256: str) -> None:
-        self.path, self._sha256 = path, sha256
+    def __init__(self, path: Path, checksum: str) -> None:
+        self.path, self._checksum = path, checksum
         with self._errors(), _opened(path) as file:
             size = int.from_bytes(file.read(8), "little")
             found = json.loads(file.read(size)) if size < os.stat(path).st_size else {}
@@ -75,12 +78,12 @@ class TensorFile:
                 raise ValueError("it has another size")
 
     def read(self, places: Mapping[str, list[memoryview]]) -> dict[str, Tensor]:
-        """Read all tensors. Raises CacheError unless the bytes have the SHA-256.
+        """Read all tensors. Raises CacheError unless the bytes have the checksum.
 
         places: parts of memory that a tensor is read into, one after the other. Returns the tensors without places.
         """
         made = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in self.kinds.items() if name not in places}
-        parts, digest = list[memoryview](), hashlib.sha256()
+        parts, digest = list[memoryview](), xxh3_128()
         with self._errors(), _opened(self.path) as file:
             for name, (dtype, shape) in self.kinds.items():
                 own = places[name] if name in places else [as_bytes(made[name])]
@@ -92,7 +95,7 @@ class TensorFile:
                 _fill(file, piece)
                 for part in piece:
                     digest.update(part)
-            if file.read(1) or digest.hexdigest() != self._sha256:
+            if file.read(1) or digest.hexdigest() != self._checksum:
                 raise ValueError("it has other bytes")
         return made
 
