@@ -27,12 +27,12 @@ from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
-from xxhash import xxh3_128_digest
 
 from kvthaw import Cache
 from kvthaw.cache.page_locked import PageLocked
 from kvthaw.evaluate.machine import where
 from kvthaw.formatting import read_bytes
+from kvthaw.native import Checksum
 from lab.bench.shapes import build
 from lab.fill import drawn, fill
 from lab.prefix import timed
@@ -67,7 +67,7 @@ def restore(model: PreTrainedModel, folder: Path, method: str, question: int, ho
 
     def digest(path: Path) -> None:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            xxh3_128_digest(data)
+            Checksum(memoryview(data))
 
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         _, hash_s = timed(lambda: list(threads.map(digest, files)))

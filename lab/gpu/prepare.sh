@@ -10,7 +10,7 @@ trap 'rm -rf "$work"' EXIT
 mkdir -p .gpu "$work/wheels" "$work/packages" "$work/build"
 names='fastapi|starlette|pydantic|pydantic_core|annotated-types|annotated-doc|typing-inspection|uvicorn|httptools|xgrammar|apache-tvm-ffi'
 names+='|gguf|openai|httpx2|httpcore2|truststore|jiter|sniffio|math-verify|latex2sympy2_extended|antlr4-python3-runtime'
-names+='|opentelemetry-api|typer|xxhash'
+names+='|opentelemetry-api|typer'
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 platforms=()
 for kind in manylinux_2_28 manylinux_2_27 manylinux_2_17 manylinux2014 manylinux1; do platforms+=(--platform "${kind}_x86_64"); done

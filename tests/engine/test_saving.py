@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 import torch
 from transformers import PreTrainedModel
-from xxhash import xxh3_128_hexdigest
 
 from kvthaw import Cache, CacheError
 from kvthaw.engine.hf import saving, tensor_file
 from kvthaw.engine.hf.kv_dir import KvDir
 from kvthaw.index.forest import TreeIndex
+from kvthaw.native import Checksum
 from zoo import KINDS, build, prompt, ragged
 
 SETTINGS: dict[str, Any] = {"budget": 48, "dense_layers": 1, "block_size": 16}
@@ -127,7 +127,7 @@ def test_a_file_is_what_was_written_and_its_owners_alone(tmp_path: Path) -> None
     tensors = {"a": torch.arange(99), "b": torch.arange(33, dtype=torch.uint8), "c": torch.zeros(0, 2, dtype=torch.bfloat16)}
     digest = tensor_file.write(tmp_path / "file", tensors)
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o600
-    assert digest == xxh3_128_hexdigest((tmp_path / "file").read_bytes())
+    assert digest == Checksum((tmp_path / "file").read_bytes()).hexdigest()
     found = tensor_file.TensorFile(tmp_path / "file", digest).read({})
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
@@ -182,7 +182,7 @@ def test_offsets_that_are_not_those_of_the_file_are_refused(offsets: list[Any], 
     data = len(header).to_bytes(8, "little") + header + bytes(16)
     (tmp_path / "file").write_bytes(data)
     with pytest.raises(CacheError, match="is not what was saved"):
-        tensor_file.TensorFile(tmp_path / "file", xxh3_128_hexdigest(data)).read({})
+        tensor_file.TensorFile(tmp_path / "file", Checksum(data).hexdigest()).read({})
 
 
 def sign(path: Path, header: dict[str, Any]) -> None:
@@ -208,7 +208,7 @@ def test_a_header_that_is_signed_must_be_whole_too(saved: tuple[Path, torch.Tens
         {"left_pad": [tokens]},
         {"left_pad": [*header["left_pad"], 0]},
         {"files": {name: {"scale": 1.0} for name in header["files"]}},
-        {"files": {name: {"xxh3_128": "", "scale": 1} for name in header["files"]}},
+        {"files": {name: {"xxh64": "", "scale": 1} for name in header["files"]}},
     ]
     for change in wrong:
         sign(path, header | change)

@@ -172,7 +172,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "salt": lambda folder: _reseal(folder, salt=["x"]),
     "tenant": lambda folder: _reseal(folder, tenant=["x"]),
     "about": lambda folder: _reseal(folder, about={"x": 1}),
-    "scale": lambda folder: _reseal(folder, files={"layer-0000.safetensors": {"scale": 1.0, "xxh3_128": 5}}),
+    "scale": lambda folder: _reseal(folder, files={"layer-0000.safetensors": {"scale": 1.0, "xxh64": 5}}),
     "file": _file,
 }
 

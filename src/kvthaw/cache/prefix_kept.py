@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from xxhash import xxh3_128_digest
 
 from kvthaw.cache.device_layers import DenseLayer
 from kvthaw.cache.host_memory import Block, HostMemory, as_bytes
@@ -24,6 +23,7 @@ from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import IndexState, LayerShape
 from kvthaw.cache.passes import updaters
 from kvthaw.errors import CacheError, HostMemoryError
+from kvthaw.native import Checksum
 
 
 class Node:
@@ -471,10 +471,10 @@ class BlockFile:
         data, done = as_bytes(tensor), 0
         while done < len(data):
             done += os.pwrite(self._file, data[done:], at + done)
-        return xxh3_128_digest(data)
+        return Checksum(data).digest()
 
     def _read(self, at: int, tensor: Tensor) -> bytes:
         data, done = as_bytes(tensor), 0
         while done < len(data) and (more := os.preadv(self._file, [data[done:]], at + done)):
             done += more
-        return xxh3_128_digest(data[:done])
+        return Checksum(data[:done]).digest()

@@ -1,12 +1,15 @@
 // The extension's face to Python: tensors come as addresses, which __init__.py has checked. No call holds the GIL while it works.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <deque>
 #include <stdexcept>
 
 #include "admit.h"
+#include "checksum.h"
 #include "forest.h"
 #include "gather.h"
 #include "pool.h"
@@ -27,6 +30,19 @@ const Kernels& kernels_named(int isa) {  // -1: the best of this machine
     return *found;
 }
 
+class Memory {  // of an object of Python, which stays where it is as long as this lives
+   public:
+    Memory(nb::handle of, bool writable) {
+        if (PyObject_GetBuffer(of.ptr(), &view_, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0) throw nb::python_error();
+    }
+    Memory(const Memory&) = delete;
+    ~Memory() { PyBuffer_Release(&view_); }
+    std::pair<uint8_t*, size_t> part() const { return {static_cast<uint8_t*>(view_.buf), static_cast<size_t>(view_.len)}; }
+
+   private:
+    Py_buffer view_;
+};
+
 constexpr auto kFree = nb::call_guard<nb::gil_scoped_release>();
 
 }  // namespace
@@ -36,6 +52,24 @@ NB_MODULE(_native, m) {
     m.def("best_isa", [] { return static_cast<int>(best_kernels()->isa); });
     m.def("has_isa", [](int isa) { return find_kernels(static_cast<Isa>(isa)) != nullptr; });
     m.def("cores", &Pool::cores);
+    nb::class_<Checksum>(m, "Checksum")
+        .def(nb::init<>())
+        .def("update",
+             [](Checksum& self, nb::handle data) {
+                 const Memory memory(data, false);
+                 const auto [start, size] = memory.part();
+                 nb::gil_scoped_release free;
+                 self.update(start, size);
+             })
+        .def("read",
+             [](Checksum& self, int file, nb::sequence parts) {
+                 std::deque<Memory> held;
+                 std::vector<std::pair<uint8_t*, size_t>> found;
+                 for (nb::handle part : parts) found.push_back(held.emplace_back(part, true).part());
+                 nb::gil_scoped_release free;
+                 return self.read(file, found);
+             })
+        .def("digest", &Checksum::digest);
     m.def(
         "gather_rows",
         [](uintptr_t bases, int blocks, int block_size, size_t row_bytes, int batch, int heads, int width, uintptr_t rows, uintptr_t out,

@@ -83,7 +83,7 @@ def write_folder(model: PreTrainedModel, path: Path, about: Mapping[str, Any], p
             new = folder / "new"
             new.mkdir(OWN)
             files = {
-                name: {"xxh3_128": checksum, "scale": scale}
+                name: {"xxh64": checksum, "scale": scale}
                 for (name, scale, _), checksum in _some_at_once(parts, lambda part: tensor_file.write(new / part[0], part[2]))
             }
             seen = embedded(unwrap(model), about["token_ids"])
@@ -198,7 +198,7 @@ def _file(path: Path, header: Mapping[str, Any], number: int) -> tensor_file.Ten
     name = _name(number)
     if name not in header["files"]:
         raise CacheError(f"{path} has no {name}")
-    return tensor_file.TensorFile(path / name, header["files"][name]["xxh3_128"])
+    return tensor_file.TensorFile(path / name, header["files"][name]["xxh64"])
 
 
 def check_header(model: PreTrainedModel, path: Path) -> dict[str, Any]:
@@ -248,7 +248,7 @@ def _whole(header: Mapping[str, Any]) -> bool:
         all(isinstance(row, list) and len(row) == len(rows[0]) and all(map(_is_token, row)) for row in rows)
         and 0 < len(rows) == len(pads)
         and all(type(pad) is int and 0 <= pad < len(rows[0]) for pad in pads)
-        and all(isinstance(file, dict) and type(file.get("scale")) is float and "xxh3_128" in file for file in files)
+        and all(isinstance(file, dict) and type(file.get("scale")) is float and "xxh64" in file for file in files)
     )
 
 

@@ -1,4 +1,4 @@
-"""Files of tensors in the safetensors format, with a checksum of their bytes: XXH3 of 128 bits, 20 GB/s a core."""
+"""Files of tensors in the safetensors format, with a checksum of their bytes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from xxhash import xxh3_128
 
 from kvthaw.cache.host_memory import as_bytes
 from kvthaw.errors import CacheError
+from kvthaw.native import Checksum
 
 PRIVATE = 0o600
 """Mode of a file with prompts, which only its owner may read."""
-_PIECE = 4 << 20
-"""Bytes that are read by one call of the system, and hashed while the core's caches still hold them."""
-_PARTS = 1024
-"""Parts of memory that one call of the system can read into."""
+_PIECE = 4 << 20  # bytes that write() reads back at a time
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -48,7 +45,7 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> str:
         raise OSError(code, os.strerror(code), str(path)) from error
     with _opened(path) as file:
         os.fsync(file.fileno())
-        digest, piece = xxh3_128(), memoryview(bytearray(_PIECE))
+        digest, piece = Checksum(), memoryview(bytearray(_PIECE))
         while size := file.readinto(piece):
             digest.update(piece[:size])
         return digest.hexdigest()
@@ -83,19 +80,16 @@ class TensorFile:
         places: parts of memory that a tensor is read into, one after the other. Returns the tensors without places.
         """
         made = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in self.kinds.items() if name not in places}
-        parts, digest = list[memoryview](), xxh3_128()
+        parts, digest = list[memoryview](), Checksum()
         with self._errors(), _opened(self.path) as file:
             for name, (dtype, shape) in self.kinds.items():
                 own = places[name] if name in places else [as_bytes(made[name])]
                 if (left := dtype.itemsize * shape.numel() - sum(map(len, own))) != 0:
                     raise ValueError(f"{name} has {left} bytes more than its places")
                 parts += own
-            digest.update(file.read(self._head))
-            for piece in _pieces(parts):
-                _fill(file, piece)
-                for part in piece:
-                    digest.update(part)
-            if file.read(1) or digest.hexdigest() != self._checksum:
+            total = self._head + sum(map(len, parts))
+            read = digest.read(file.fileno(), [memoryview(bytearray(self._head)), *filter(len, parts)])
+            if read < total or file.read(1) or digest.hexdigest() != self._checksum:
                 raise ValueError("it has other bytes")
         return made
 
@@ -108,34 +102,6 @@ class TensorFile:
             raise CacheError(f"{self.path.parent} is damaged: {self.path.name} is not what was saved") from None
         except OSError as error:
             raise CacheError(f"{self.path} cannot be read: {error.strerror}") from error
-
-
-def _pieces(parts: list[memoryview]) -> Iterator[list[memoryview]]:
-    """Yield parts of memory in lists of at most _PIECE bytes and _PARTS parts; a longer part is cut."""
-    piece, room = list[memoryview](), _PIECE
-    for part in parts:
-        for each in [part] if len(part) <= _PIECE else [part[at : at + _PIECE] for at in range(0, len(part), _PIECE)]:
-            if piece and (len(each) > room or len(piece) == _PARTS):
-                yield piece
-                piece, room = [], _PIECE
-            if each:
-                piece.append(each)
-                room -= len(each)
-    if piece:
-        yield piece
-
-
-def _fill(file: FileIO, parts: list[memoryview]) -> None:
-    """Read a file into parts of memory, none empty, one after the other. Raises ValueError if it ends before the last."""
-    left = sum(map(len, parts))
-    while size := os.readv(file.fileno(), parts):
-        left -= size
-        if not left:
-            return
-        while size >= len(parts[0]):
-            size, parts = size - len(parts[0]), parts[1:]
-        parts = [parts[0][size:], *parts[1:]]
-    raise ValueError("it ends before its last tensor")
 
 
 def _opened(path: Path) -> FileIO:
