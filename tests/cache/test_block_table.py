@@ -95,8 +95,9 @@ def test_moved_sequences_are_where_they_went(behind: bool) -> None:
     if behind:
         table.blocks[2] = blocks((96, False))
         table.changed(2)
-    at = table.blocks[2][0].place[0]
-    table.move(Moves({1: 0, 2: 3}))
+    at, moves = table.blocks[2][0].place[0], Moves({1: 0, 2: 3})
+    table.copy_slots(moves)
+    table.move(moves)
     if not behind:
         assert table.addresses[[0, 3], :2].tolist() == [[16, 32], [48, 0]]
         assert not table.lacks(set())
@@ -108,3 +109,29 @@ def test_moved_sequences_are_where_they_went(behind: bool) -> None:
     table.changed(1)
     assert table.on(CPU)[[0, 1, 3], :2].tolist() == [[16, 32], [16, 0], [at, 0]]
     assert not table.on_host[1].any()
+
+
+@pytest.mark.parametrize("hosted", [False, True])
+def test_a_slot_is_on_the_host_as_its_new_sequence_is(hosted: bool) -> None:
+    """Whatever its former sequence was, which the device has not forgotten."""
+    table = table_of(blocks((16, not hosted)), blocks((32, hosted)))
+    table.on(CPU)
+    table.blocks[0] = blocks()
+    table.changed(0)
+    moves = Moves({1: 0})
+    table.copy_slots(moves)
+    table.move(moves)
+    assert table.some_on_host == hosted
+    assert table.on(CPU)[0, 0] == 32
+    assert table.on_host[0, 0] == hosted
+    table.blocks[0] = blocks()
+    table.changed(0)
+    table.on(CPU)
+    assert not table.some_on_host
+
+
+def test_sequences_move_to_empty_slots_alone() -> None:
+    table = table_of(blocks((16, False)), blocks((32, False)))
+    with pytest.raises(ValueError, match=r"slots \[0\] hold blocks"):
+        table.move(Moves({1: 0}))
+    assert list(map(len, table.blocks)) == [1, 1]

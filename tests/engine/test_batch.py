@@ -15,15 +15,19 @@ from transformers import PreTrainedModel
 import kvthaw
 from counting import Launches
 from kvthaw.cache import forward, passes
+from kvthaw.cache.device_layers import DenseLayer
 from kvthaw.cache.finite import FiniteCheck
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.offloaded_layer import OffloadedLayer
+from kvthaw.config import CacheConfig
 from kvthaw.engine.batch import Batch
 from kvthaw.engine.graph_runner import StaticGraphs
+from kvthaw.engine.hf.cache import sequence_bytes
 from kvthaw.engine.request import Request
 from kvthaw.engine.sampling import Sampler, Sampling
+from kvthaw.engine.scheduler import Scheduler
 from kvthaw.errors import CacheError, ConfigError, TooLongError, UnsupportedModelError
 from kvthaw.index import batches
 from sampled import sample
@@ -681,3 +685,46 @@ def test_requests_that_start_together_cost_the_host_as_much_as_one(llama: PreTra
         batch.read()
         assert all(len(request.tokens) == 1 for request in requests)
     assert found[1] <= found[0] + 6, "what a table of settings and the logits take"
+
+
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_a_move_that_fails_for_memory_changes_nothing(
+    llama: PreTrainedModel, in_blocks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the second layer, after the first has been copied. The next step moves the requests."""
+    blocks: dict[str, Any] = {"full_below": CAPACITY, "budget": 48, "block_size": 16, "device_memory": 1 << 20}
+    method, settings = ("pariskv-plus", blocks) if in_blocks else ("full", {})
+    kind, moved = OffloadedLayer if in_blocks else DenseLayer, list[int]()
+    real = kind.copy_slots
+
+    def copy_slots(self: Any, moves: Any) -> None:
+        moved.append(self.number)
+        if len(moved) == 2:
+            raise torch.OutOfMemoryError("no memory")
+        real(self, moves)
+
+    monkeypatch.setattr(kind, "copy_slots", copy_slots)
+    batch, lives = Batch(llama, method, max_seqs=8, capacity=CAPACITY, **settings), [4, 4, 3, 5, 3, 40, 2, 44]
+    scheduler = Scheduler(batch)
+    ids = [prompt(1, 20 + 9 * i, seed=i)[0] for i in range(8)]
+    requests = [scheduler.submit(own, max_new_tokens=new, stop=()) for own, new in zip(ids, lives, strict=True)]
+    while scheduler.busy:
+        scheduler.step()
+    assert len(moved) > 2
+    for request, own, new in zip(requests, ids, lives, strict=True):
+        assert request.tokens == alone(llama, method, own, new, **settings)
+
+
+def test_slots_that_requests_have_left_are_no_longer_there_after_the_method_follows(llama: PreTrainedModel) -> None:
+    """Flags of the former slots are cleared as requests move, since no layer has them once there are fewer slots."""
+    settings: dict[str, Any] = {"capacity": 512, "dense_layers": 1, "block_size": 16, "budget": 4096}
+    one = sequence_bytes(llama, "oracle", 512, CacheConfig.split(settings)[0])
+    batch = Batch(llama, "oracle", max_seqs=8, **settings, full_below=100, device_memory=9 * one // 2)
+    scheduler = Scheduler(batch, step_tokens=512)
+    requests = [scheduler.submit(prompt(1, 40, seed=i)[0], max_new_tokens=100 - 3 * i if i else 3, stop=()) for i in range(5)]
+    counts = set[int]()
+    while scheduler.busy:
+        scheduler.step()
+        counts.add(batch.max_seqs)
+    assert counts == {8, 4}
+    assert [request.finished for request in requests] == ["length"] * 5

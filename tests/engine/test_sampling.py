@@ -463,3 +463,16 @@ def test_changed_settings_are_written_by_one_copy(monkeypatch: pytest.MonkeyPatc
     assert sent == [2, 2], "of the sequence that moved, and of its former place"
     alone.join(0, hot[3], stops=[5])
     assert alone(logits[3:], torch.zeros(1, dtype=torch.int64)).fetch()()[0] == [first[3]]
+
+
+def test_settings_whose_copy_failed_are_written_with_the_next_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler, hot, logits = Sampler(2, VOCAB), Sampling(temperature=2.0, seed=3), random_logits(2)
+    sampler.join(1, hot)
+    with monkeypatch.context() as patch:
+        patch.setattr(sampling_module, "sent", lambda *_: torch.empty(-1))
+        with pytest.raises(RuntimeError):
+            sampler(logits, torch.zeros(2, dtype=torch.int64))
+    alone = Sampler(1, VOCAB)
+    alone.join(0, hot)
+    expected = alone(logits[1:], torch.zeros(1, dtype=torch.int64)).fetch()()[0]
+    assert sampler(logits, torch.zeros(2, dtype=torch.int64)).fetch()()[0][1:] == expected

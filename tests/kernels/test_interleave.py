@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvthaw.kernels.interleave import Prompts, definition, launch
+from kvthaw.kernels.interleave import Prompts, definition, interleave, launch
 from shapes import poisoned
 
 pytest.importorskip("triton")
@@ -53,3 +53,13 @@ def test_against_the_definition(
     hit = {(layer, seq) for layer, _, token, _ in broken for seq, start, stop in spans if start <= token < stop}
     assert {(i, seq) for i, each in enumerate(layers) for seq in range(4) if each.flags[seq]} == hit
     assert torch.equal(rows[1, :, :, 1].nan_to_num(), layers[1].values.nan_to_num())
+
+
+def test_keys_and_values_of_other_dtypes_are_copied_too(device: torch.device) -> None:
+    """As under autocast, where rotary positions leave keys in float32."""
+    keys, values = torch.randn(2, 30, 16, device=device), torch.randn(2, 30, 16, device=device).bfloat16()
+    flags, rows = torch.zeros(1, dtype=torch.int32, device=device), torch.empty(1, 2, 30, 2, 16, device=device)
+    interleave([Prompts(keys, values, flags)], [(0, 0, 30)], rows)
+    assert torch.equal(rows[0, :, :, 0], keys)
+    assert torch.equal(rows[0, :, :, 1], values.float())
+    assert not flags.any()

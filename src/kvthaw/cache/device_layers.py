@@ -200,13 +200,15 @@ class DenseLayer(DeviceLayer):
         if state.queries is not None:
             self.recent_queries[seq] = state.queries.to(self._data.device)
 
-    def move(self, moves: Moves) -> None:
-        self._offloaded = None
-        self.recent_queries.move(moves)
+    def copy_slots(self, moves: Moves) -> None:
         moves.copy(self._tickets)
         for seq, to in moves.slots.items():  # one by one: together they would take memory
             length = self.sequences.length(seq)
             self._data[to, :, :length].copy_(self._data[seq, :, :length])
+
+    def move(self, moves: Moves) -> None:
+        self._offloaded = None
+        self.recent_queries.move(moves)
 
     def prepare(self, step: Step, shape: LayerShape) -> None:
         if not self._allocated:
@@ -360,10 +362,12 @@ class WindowLayer(DeviceLayer):
         assert state.held is not None, "a window's KV is not in blocks"
         self.slab.data[seq].copy_(state.held)
 
-    def move(self, moves: Moves) -> None:
-        self._before = None, {}  # no prefill can fail any more
+    def copy_slots(self, moves: Moves) -> None:
         moves.copy(self.slab.data)
         moves.copy(self.slab.tickets)
+
+    def move(self, moves: Moves) -> None:
+        self._before = None, {}  # no prefill can fail any more
 
     def prepare(self, step: Step, shape: LayerShape) -> None:
         self._allocate(step, shape.keys, shape.scale)

@@ -98,7 +98,7 @@ class FiniteCheck:
         """Clear the flags of all sequences that have ended. Flags of other sequences stay."""
         found = [flag for layer in layers if (flag := layer.nonfinite()) is not None]
         for device in {flag.device for flag in found} if self._ended else ():
-            ended = upload(sorted(self._ended), torch.int64, device)
+            ended = upload([seq for seq in sorted(self._ended) if seq < len(found[0])], torch.int64, device)
             for flag in found:
                 if flag.device == device:
                     flag.index_fill_(0, ended, 0)

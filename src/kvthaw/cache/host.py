@@ -61,21 +61,33 @@ class BlockTable:
         self._changed.update(seqs)
         self.version += 1
 
+    def copy_slots(self, moves: Moves) -> None:
+        """Copy the addresses that the device has of sequences to empty slots; move() must follow."""
+        if self._has(moves):
+            moves.copy(self.addresses)
+            moves.copy(self.on_host)
+
     def move(self, moves: Moves) -> None:
-        """Move the blocks of sequences to empty slots, and their addresses on the device if it has them."""
+        """Move the blocks of sequences to empty slots. Raises ValueError, before anything has moved, if one is not empty."""
+        if any(self.blocks[to] for to in moves.slots.values()):
+            raise ValueError(f"slots {sorted(moves.slots.values())} hold blocks; sequences move to empty slots")
+        copied = self._has(moves)
         for seq, to in moves.slots.items():
             self.blocks[seq], self.blocks[to] = [], self.blocks[seq]
-        if self._at < 0 or not self._changed.isdisjoint(moves.slots):
-            self.changed(*moves.slots, *moves.slots.values())
-            return
-        moves.copy(self.addresses)
-        moves.copy(self.on_host)
-        for seq, to in moves.slots.items():
-            self._written[to] = self._written[seq]
+            self._hosted.discard(to)
             if seq in self._hosted:
                 self._hosted ^= {seq, to}
+        if not copied:
+            self.changed(*moves.slots, *moves.slots.values())
+            return
+        for seq, to in moves.slots.items():
+            self._written[to] = self._written[seq]
         self._changed.difference_update(moves.slots.values())
         self._at, self.version = self._at + (not self.behind), self.version + 1
+
+    def _has(self, moves: Moves) -> bool:
+        """Return whether the device has the addresses of sequences that move."""
+        return self._at >= 0 and self._changed.isdisjoint(moves.slots)
 
     def row(self, seq: int) -> Tensor:
         """Return the address of each block of a sequence, [blocks] int64 on the CPU."""

@@ -51,6 +51,7 @@ class KVCache(Forward):
 
     def reuse(self, seq: int) -> None:
         """Prepare an empty slot for a new sequence, since steps of other sequences wrote to it. Its prompt does most of that."""
+        self.rollback_failed_step(ahead=True)
         if self._ended and not self.sequences.padded_length:
             self.finish_clear()  # full attention may apply again
         self._leave(seq)
@@ -109,6 +110,7 @@ class KVCache(Forward):
         Raises CacheError if the cache was reset or other layers are in force, or torch.OutOfMemoryError. The slot is then
         empty.
         """
+        self.rollback_failed_step(ahead=True)
         self.finish_clear()  # or a later call would drop what is loaded here
         try:
             if state.home is not self.layers:
@@ -133,16 +135,24 @@ class KVCache(Forward):
         """Move decoding sequences to empty slots. Blocks stay where they lie, and the host does not wait for the device.
 
         slots: the new slot of each sequence.
+
+        If device memory is short, nothing has moved, and torch.OutOfMemoryError is raised.
         """
         self.rollback_failed_step(ahead=True)
-        taken = set(slots.values())
+        taken, moves = set(slots.values()), Moves(slots)
         self._drop([one for one in self._cleared if one[1] in taken])
-        moves = Moves(slots)
+        try:
+            for layer in self.layers:
+                layer.copy_slots(moves)
+        except BaseException:
+            passes.forget_blocks(self.offloaded)
+            raise
         for layer in self.layers:
             layer.move(moves)
         with self._for_one():
             self.sequences.move(moves)
         self.finite.move(slots)
+        self.finite.zero(self.layers)
         passes.follow_blocks(self.offloaded)
 
     def _take_back(self, step: Step, drop: int) -> int:

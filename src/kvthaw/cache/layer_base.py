@@ -295,8 +295,11 @@ class LayerKV(Protocol):
         self.load(seq, state, 0)
         state.release()
 
+    def copy_slots(self, moves: Moves) -> None:
+        """Copy what the device has of decoding sequences to empty slots, in a layer without an index. May be repeated."""
+
     def move(self, moves: Moves) -> None:
-        """Move decoding sequences to empty slots, in a layer without an index."""
+        """Move what the host knows of these sequences. Allocates nothing."""
 
     def prepare(self, step: Step, shape: LayerShape) -> None:
         """Allocate the layer if it is not allocated, for a step whose tokens are loaded instead of prefilled."""

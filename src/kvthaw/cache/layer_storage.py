@@ -375,11 +375,15 @@ class LayerStorage:
             self.slab.write(seq, 0, self.store.read(seq, 0, min(self.slab.regions.sink, state.stored)))
             self.refill(seq, start, state.stored)
 
+    def copy_slots(self, moves: Moves) -> None:
+        """Copy sinks, rings and addresses of sequences to empty slots."""
+        self.store.table.copy_slots(moves)
+        moves.copy(self.slab.held())
+        moves.copy(self.slab.tickets)
+
     def move(self, moves: Moves) -> None:
         """Move sequences to empty slots. Blocks stay where they lie."""
         self.store.move(moves)
-        moves.copy(self.slab.held())
-        moves.copy(self.slab.tickets)
         for seq, to in moves.slots.items():
             if seq in self.latest:
                 self.latest[to] = self.latest.pop(seq)
@@ -462,6 +466,8 @@ def offload_prompts(
     how["slots"] = [part.start - part.past for part in parts]
     none = rows.new_empty((len(rows), len(parts), rows.shape[1], 0, *rows.shape[3:]))  # an index takes them where they are
     by_kernel = one.on_gpu and rows[0].nbytes % 16 == 0  # which reads 16 bytes at once
+    for store in stores:
+        store.order(rows.device)  # earlier copies read the tables too
     tables = follow([store.table for store in stores], rows.device) if by_kernel else []
     with one.streams.offloading(stores, rows, *tables):  # a reset may free tables while the kernel has yet to read them
         if by_kernel:

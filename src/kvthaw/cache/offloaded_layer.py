@@ -370,6 +370,9 @@ class OffloadedLayer(LayerKV):
         if state.queries is not None:
             self.recent_queries[seq] = state.queries.to(self.slab.data.device)
 
+    def copy_slots(self, moves: Moves) -> None:
+        self.storage.copy_slots(moves)
+
     def move(self, moves: Moves) -> None:
         self.storage.move(moves)
         self.recent_queries.move(moves)

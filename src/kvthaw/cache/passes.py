@@ -324,6 +324,12 @@ def lack_blocks(layers: Sequence[OffloadedLayer], idle: Collection[int]) -> bool
     return any(layer.store.table.lacks(idle) for layer in layers if layer.storage.tabled)
 
 
+def forget_blocks(layers: Sequence[OffloadedLayer]) -> None:
+    """Mark the addresses that the device has as unknown, after writing them failed."""
+    for layer in layers:
+        layer.store.table.forget_device()
+
+
 def follow_blocks(layers: Sequence[OffloadedLayer]) -> None:
     """Copy the addresses of all layers' new blocks to the device at once. Each copy waits for KV in transfer."""
     own = [layer.storage for layer in layers if layer.storage.tabled]

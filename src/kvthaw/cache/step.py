@@ -11,6 +11,9 @@ from torch import Tensor
 
 from kvthaw.kernels.gpu import upload
 
+_TOGETHER = 1 << 20
+"""Bytes of a slot up to which several move in one launch. It copies them to new memory first."""
+
 
 @dataclass(slots=True)
 class Held:
@@ -128,6 +131,10 @@ class Moves:
 
     def copy(self, x: Tensor) -> None:
         """Copy what x [slots, ...] has of the sequences to their new slots."""
+        if x[0].nbytes > _TOGETHER:
+            for seq, to in self.slots.items():
+                x[to].copy_(x[seq])
+            return
         if x.device not in self._on:
             before, after = upload([*zip(*self.slots.items(), strict=True)], torch.int64, x.device).unbind()
             self._on[x.device] = before, after

@@ -264,10 +264,16 @@ class Batch:
         try:
             self._slots.first(run)
         except Exception as error:
-            for request in run if len(run) > 1 else ():
-                self._first([request])
             if len(run) == 1:
                 self._fail(run[0], error)
+                return
+            for request in run:
+                try:
+                    self._steps.join(request)  # again: a draw that failed may have counted a token
+                except Exception as own:
+                    self._fail(request, own)
+                else:
+                    self._first([request])
 
     def _fail(self, request: Request, error: Exception) -> None:
         """Take the slot of a request that could not start away, and let read() return it."""

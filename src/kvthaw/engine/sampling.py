@@ -261,12 +261,12 @@ class Sampler:
         """Copy changed settings to the device."""
         now = [(self._samplings[seq], self._free[seq], seq) for seq in sorted(self._changed)]
         rows = [(sampling, free, seq) for sampling, free, seq in now if self._written[seq] != (sampling, free)]
-        self._changed.clear()
         if rows:
             new = sent(_table(rows), self.device)
             self._table.index_copy_(0, new[:, -1], new[:, :-1])
             for sampling, free, seq in rows:
                 self._written[seq] = sampling, free
+        self._changed.clear()  # or a draw that failed writes them again
 
     def _processed(self, logits: Tensor, positions: Tensor, seqs: slice, samplings: Sequence[Sampling]) -> Tensor:
         """Return logits after bias, penalties and held-back stop tokens; unchanged if there are none."""

@@ -95,5 +95,6 @@ def launch(layers: Sequence[Prompts], spans: Sequence[tuple[int, int, int]], row
 
 def interleave(layers: Sequence[Prompts], spans: Sequence[tuple[int, int, int]], rows: Tensor) -> None:
     """Run `definition`, by the kernel on a GPU."""
-    whole = all(part.stride(2) == 1 for each in layers for part in (each.keys, each.values))
-    (launch if HAS_TRITON and rows.is_cuda and whole else definition)(layers, spans, rows)
+    parts = [part for each in layers for part in (each.keys, each.values)]
+    alike = all(part.stride(2) == 1 and part.dtype == rows.dtype for part in parts)  # under autocast K and V may differ
+    (launch if HAS_TRITON and rows.is_cuda and alike else definition)(layers, spans, rows)
