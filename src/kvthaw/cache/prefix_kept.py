@@ -411,7 +411,7 @@ _AT_ONCE = 8  # blocks written or read at a time
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A slot of a file: its number, and the SHA-256 of each tensor in it."""
+    """A slot of a file: its number, and the checksum of each tensor in it."""
 
     file: BlockFile
     number: int

@@ -1,7 +1,7 @@
 """Save the tokens of a cache in a folder, and load them again: in another process, under any method.
 
 A folder has a safetensors file for each layer with its rows, and the index if it is slow to build. header.json has the
-token ids, the model's identity, the index's kind, and the SHA-256 of every file and of the header itself. The folder is
+token ids, the model's identity, the index's kind, and a checksum of every file and of the header itself. The folder is
 written next to its final path, synced, and renamed, so readers find all of it or none. Only its owner may read it.
 """
 
