@@ -15,8 +15,8 @@ from kvthaw.cache import host_memory
 from kvthaw.cache.device_memory import DeviceBlocks, DeviceMemory
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import Block, HostMemory, check_host_memory, held_bytes
-from kvthaw.cache.layer_storage import full_blocks
 from kvthaw.cache.page_locked import HUGE
+from kvthaw.cache.placement import full_blocks
 from kvthaw.cache.plan import default_block_size
 from kvthaw.config import KvDtype
 from kvthaw.errors import HostMemoryError

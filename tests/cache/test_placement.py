@@ -16,14 +16,14 @@ from transformers import PreTrainedModel
 
 import kvthaw
 from kvthaw.cache import host_memory
-from kvthaw.cache import layer_storage as module
+from kvthaw.cache import placement as module
 from kvthaw.cache.choice import UvaGather
 from kvthaw.cache.device_memory import DeviceBlocks, DeviceMemory
 from kvthaw.cache.host_memory import Block
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams
-from kvthaw.cache.layer_storage import count_by_block, full_blocks
 from kvthaw.cache.passes import check_memory
+from kvthaw.cache.placement import count_by_block, full_blocks
 from kvthaw.cache.plan import Settings
 from kvthaw.engine.graph_runner import ElasticGraph
 from kvthaw.errors import ConfigError, HostMemoryError
