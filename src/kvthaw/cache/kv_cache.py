@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -131,15 +131,13 @@ class KVCache(Forward):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def move(self, slots: Mapping[int, int]) -> None:
+    def move(self, moves: Moves) -> None:
         """Move decoding sequences to empty slots. Blocks stay where they lie, and the host does not wait for the device.
-
-        slots: the new slot of each sequence.
 
         If device memory is short, nothing has moved, and torch.OutOfMemoryError is raised.
         """
         self.rollback_failed_step(ahead=True)
-        taken, moves = set(slots.values()), Moves(slots)
+        taken = set(moves.slots.values())
         self._drop([one for one in self._cleared if one[1] in taken])
         try:
             for layer in self.layers:
@@ -151,7 +149,7 @@ class KVCache(Forward):
             layer.move(moves)
         with self._for_one():
             self.sequences.move(moves)
-        self.finite.move(slots)
+        self.finite.move(moves.slots)
         self.finite.zero(self.layers)
         passes.follow_blocks(self.offloaded)
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 import torch
 
 from kvthaw.cache.passes import wait_indexed
+from kvthaw.cache.step import Moves
 from kvthaw.engine.batch_prompts import BatchPrompts
 from kvthaw.engine.hf import PreTrainedModel
 from kvthaw.engine.hf.batch_cache import BatchCache
@@ -78,11 +79,11 @@ class Slots:
             return
         free = [seq for seq in range(half) if self.held[seq] is None]
         moving = [seq for seq in reversed(taken) if seq >= half and self._moves(seq)]
-        moves = dict(zip(moving[:_MOVES], free, strict=False))
-        if moves:
+        moves = Moves(dict(zip(moving[:_MOVES], free, strict=False)))
+        if moves.slots:
             kv.move(moves)
             self._steps.move(moves)
-        for seq, to in moves.items():
+        for seq, to in moves.slots.items():
             request, self.held[seq] = self.held[seq], None
             if request is not None:
                 self.held[to], request.seq = request, to
@@ -111,10 +112,8 @@ class Slots:
     def check_prompt(self, request: Request) -> None:
         """Keep a prompt in the prefix cache, once it has arrived on the host. Raises CacheError if it was not finite."""
         self._cache.kv.finite.end(request.seq)
-        if (
-            self._prompts.prefixes is not None or not self._cache.kv.moves
-        ):  # else there is neither a copy nor an index to wait for
-            self._cache.wait()
+        if self._prompts.prefixes is not None or not self._cache.kv.moves:
+            self._cache.wait()  # for what is to be kept, and for indexes
         request.checked = True
         written = request.prompt % self._cache.settings.block_size  # decoding writes into the last block
         self._prompts.keep(request, request.prompt - written)

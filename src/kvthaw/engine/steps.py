@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -53,13 +53,10 @@ class Steps:
         spec = request.spec
         self.sampler.join(request.seq, spec.sampling, spec.ids, spec.stop, request.matcher, output)
 
-    def move(self, moves: Mapping[int, int]) -> None:
-        """Move the latest tokens and the settings of sequences to free slots.
-
-        moves: the new slot of each sequence.
-        """
-        Moves(moves).copy(self._latest)
-        for seq, to in moves.items():
+    def move(self, moves: Moves) -> None:
+        """Move the latest tokens and the settings of sequences to free slots."""
+        moves.copy(self._latest)
+        for seq, to in moves.slots.items():
             self.sampler.move(seq, to)
 
     def first(self, requests: Sequence[Request], logits: Tensor) -> None:

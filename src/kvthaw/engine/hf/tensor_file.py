@@ -46,8 +46,8 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> str:
     with _opened(path) as file:
         os.fsync(file.fileno())
         digest, piece = Checksum(), memoryview(bytearray(_PIECE))
-        while size := file.readinto(piece):
-            digest.update(piece[:size])
+        while digest.read(file.fileno(), [piece]) == len(piece):
+            pass
         return digest.hexdigest()
 
 
