@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import resource
 import threading
 from collections import deque
 from contextlib import suppress
@@ -250,6 +251,20 @@ def test_what_cuda_does_not_unpin_stays_mapped(runtime: Runtime, monkeypatch: py
         del block
         assert [mapping.address for mapping in left] == [address] * failure
     ctypes.memset(left[0].address, 7, HUGE)
+
+
+@pytest.mark.parametrize("advice", [page_locked._POPULATE_WRITE, 9999], ids=["now", "before Linux 5.14"])
+def test_pages_are_mapped_before_they_are_pinned(runtime: Runtime, advice: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_locked, "_POPULATE_WRITE", advice)
+    (block,) = page_lock(HUGE, 1, runtime)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    ctypes.memset(block.address, 7, HUGE)
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < 16, "no page is mapped by a write"
+
+
+def test_no_memory_to_map_is_an_error() -> None:
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        page_locked._map_pages(HUGE, HUGE)  # nothing is mapped there
 
 
 def test_what_was_page_locked_together_is_given_back_together(runtime: Runtime) -> None:

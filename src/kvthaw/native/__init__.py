@@ -53,15 +53,17 @@ class Checksum:
         """Add contiguous bytes."""
         self._native.update(data)
 
-    def read(self, file: int, parts: Sequence[memoryview]) -> int:
-        """Read a file from its position into contiguous parts of memory, one after the other, and add what was read.
+    def read(self, file: int, parts: Tensor) -> int:
+        """Read a file from its position into parts of memory, one after the other, and add what was read.
 
         One call for a whole file takes Python's lock twice. Returns the bytes read, fewer if the file ends before the last part.
         Raises OSError.
 
         file: its descriptor.
+        parts: [N, 2] int64, addresses and bytes of memory that the caller may write to.
         """
-        done, error = self._native.read(file, parts)
+        assert parts.dtype == torch.int64 and parts.shape[1:] == (2,) and parts.is_contiguous()
+        done, error = self._native.read(file, parts.data_ptr(), len(parts))
         if error:
             raise OSError(error, os.strerror(error))
         return done

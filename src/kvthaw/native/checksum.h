@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <cstring>
 #include <utility>
-#include <vector>
 
 namespace kvthaw {
 
@@ -30,9 +29,12 @@ class Checksum {
 
     // Reads a file into parts of memory, one after the other, and adds them. Returns the bytes read, fewer if the file ends before,
     // and the system's error, 0 without one.
-    std::pair<size_t, int> read(int file, const std::vector<std::pair<uint8_t*, size_t>>& parts) {
+    // parts: [count, 2], addresses and bytes.
+    std::pair<size_t, int> read(int file, const int64_t* parts, size_t count) {
         size_t done = 0;
-        for (const auto& [data, size] : parts) {
+        for (size_t part = 0; part < count; ++part) {
+            uint8_t* const data = reinterpret_cast<uint8_t*>(parts[2 * part]);
+            const auto size = static_cast<size_t>(parts[2 * part + 1]);
             for (size_t at = 0; at < size;) {
                 const size_t most = size - at < kPiece ? size - at : kPiece;  // added while the core's cache holds it
                 const ssize_t found = ::read(file, data + at, most);

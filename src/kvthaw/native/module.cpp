@@ -5,7 +5,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <deque>
 #include <stdexcept>
 
 #include "admit.h"
@@ -32,12 +31,13 @@ const Kernels& kernels_named(int isa) {  // -1: the best of this machine
 
 class Memory {  // of an object of Python, which stays where it is as long as this lives
    public:
-    Memory(nb::handle of, bool writable) {
-        if (PyObject_GetBuffer(of.ptr(), &view_, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0) throw nb::python_error();
+    explicit Memory(nb::handle of) {
+        if (PyObject_GetBuffer(of.ptr(), &view_, PyBUF_SIMPLE) != 0) throw nb::python_error();
     }
     Memory(const Memory&) = delete;
     ~Memory() { PyBuffer_Release(&view_); }
-    std::pair<uint8_t*, size_t> part() const { return {static_cast<uint8_t*>(view_.buf), static_cast<size_t>(view_.len)}; }
+    const uint8_t* start() const { return static_cast<const uint8_t*>(view_.buf); }
+    size_t size() const { return static_cast<size_t>(view_.len); }
 
    private:
     Py_buffer view_;
@@ -56,19 +56,13 @@ NB_MODULE(_native, m) {
         .def(nb::init<>())
         .def("update",
              [](Checksum& self, nb::handle data) {
-                 const Memory memory(data, false);
-                 const auto [start, size] = memory.part();
+                 const Memory memory(data);
                  nb::gil_scoped_release free;
-                 self.update(start, size);
+                 self.update(memory.start(), memory.size());
              })
         .def("read",
-             [](Checksum& self, int file, nb::sequence parts) {
-                 std::deque<Memory> held;
-                 std::vector<std::pair<uint8_t*, size_t>> found;
-                 for (nb::handle part : parts) found.push_back(held.emplace_back(part, true).part());
-                 nb::gil_scoped_release free;
-                 return self.read(file, found);
-             })
+             [](Checksum& self, int file, uintptr_t parts, size_t count) { return self.read(file, at<const int64_t>(parts), count); },
+             kFree)
         .def("digest", &Checksum::digest);
     m.def(
         "gather_rows",

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvthaw.cache.device_layers import DenseLayer
-from kvthaw.cache.host_memory import Block, as_bytes
+from kvthaw.cache.host_memory import Block
 from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import IndexState, LayerShape, LayerState
@@ -143,7 +143,8 @@ def read_layers(path: Path, header: Mapping[str, Any], kv: KVCache, device: torc
         except Exception as error:
             raise CacheError(f"{path} is damaged: {_name(number)} has {error!r}") from error
 
-    yield from _some_at_once([layer.number for layer in kv.layers], read, max(_AT_ONCE, min(32, os.cpu_count() or 1)))
+    threads = max(_AT_ONCE, min(32, os.cpu_count() or 1))
+    yield from _some_at_once([layer.number for layer in kv.layers], read, threads, 2 * threads)
 
 
 def _read_layer(
@@ -171,7 +172,9 @@ def _read_layer(
         memory.prepare(sum(counts), shape.block_bytes(size), pinned=none.is_cuda)
         blocks = {seq: [shape.block(size, memory).share() for _ in range(counts[seq])] for seq in seqs}
     if (stored, file.kinds["rows.0"][1][2:]) == (format.stored, format.tail):  # by heads, as the file has them
-        tensors = file.read({f"rows.{seq}": _by_heads(blocks[seq], size, length) for seq, length in enumerate(lengths)})
+        row = shape.format.row_bytes
+        lasts = [length - size * max(0, counts[seq] - 1) for seq, length in enumerate(lengths)]
+        tensors = file.read({f"rows.{seq}": _by_heads(blocks[seq], heads, size * row, lasts[seq] * row) for seq in seqs})
     else:
         tensors = file.read({})
         for seq in seqs:
@@ -184,14 +187,19 @@ def _read_layer(
     return shape, states
 
 
-def _by_heads(blocks: Sequence[Block], block_size: int, tokens: int) -> list[memoryview]:
-    """Return the memory of the first `tokens` rows of each head in blocks [H, block_size, *tail], head by head."""
-    found, counts = list[list[memoryview]](), [min(block_size, tokens - at) for at in range(0, tokens, block_size)]
-    for block, count in zip(blocks, counts, strict=True):  # one call of torch a block: threads share Python's lock
-        data, heads = as_bytes(block.data), len(block.data)
-        row = len(data) // (heads * block_size)
-        found.append([data[head * block_size * row :][: count * row] for head in range(heads)])
-    return [part for head in zip(*found, strict=True) for part in head]
+def _by_heads(blocks: Sequence[Block], heads: int, head_bytes: int, last_bytes: int) -> Tensor:
+    """Return the parts of memory [N, 2], addresses and bytes, of the rows of a sequence, head by head.
+
+    No call of torch and no object a block: threads share Python's lock, and Python looks through all objects now and then.
+
+    head_bytes: bytes of a head in a block.
+    last_bytes: bytes of the rows of a head in the last block.
+    """
+    starts = torch.tensor([block.place[0] for block in blocks], dtype=torch.int64)
+    found = torch.stack((starts, torch.full_like(starts, head_bytes)), dim=1).repeat(heads, 1, 1)
+    found[:, :, 0] += torch.arange(heads)[:, None] * head_bytes
+    found[:, -1:, 1] = last_bytes
+    return found.view(-1, 2)
 
 
 def _file(path: Path, header: Mapping[str, Any], number: int) -> tensor_file.TensorFile:
@@ -326,13 +334,18 @@ def _indexes(tensors: Mapping[str, Tensor]) -> dict[int, IndexState]:
     return {seq: IndexState(state, *state.pop("span").tolist()) for seq, state in found.items()}
 
 
-def _some_at_once(items: Iterable[Item], work: Callable[[Item], Done], most: int = _AT_ONCE) -> Generator[tuple[Item, Done]]:
-    """Yield each item with its result from a thread pool, in order, with at most `most` jobs queued."""
+def _some_at_once(
+    items: Iterable[Item], work: Callable[[Item], Done], most: int = _AT_ONCE, ahead: int = _AT_ONCE
+) -> Generator[tuple[Item, Done]]:
+    """Yield each item with its result from a pool of `most` threads, in order.
+
+    ahead: items that are done before the caller takes their results, or given to threads.
+    """
     with ThreadPoolExecutor(most) as threads:
         pending: deque[tuple[Item, Future[Done]]] = deque()
         for item in items:
             pending.append((item, threads.submit(work, item)))
-            if len(pending) > most:
+            if len(pending) > ahead:
                 done, result = pending.popleft()
                 yield done, result.result()
         for done, result in pending:

@@ -18,7 +18,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvthaw.cache.host_memory import as_bytes
 from kvthaw.errors import CacheError
 from kvthaw.native import Checksum
 
@@ -45,8 +44,8 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> str:
         raise OSError(code, os.strerror(code), str(path)) from error
     with _opened(path) as file:
         os.fsync(file.fileno())
-        digest, piece = Checksum(), memoryview(bytearray(_PIECE))
-        while digest.read(file.fileno(), [piece]) == len(piece):
+        digest, piece = Checksum(), torch.empty(_PIECE, dtype=torch.uint8)
+        while digest.read(file.fileno(), memory(piece)) == len(piece):
             pass
         return digest.hexdigest()
 
@@ -74,22 +73,22 @@ class TensorFile:
             if os.stat(path).st_size != self._head + at[-1]:
                 raise ValueError("it has another size")
 
-    def read(self, places: Mapping[str, list[memoryview]]) -> dict[str, Tensor]:
+    def read(self, places: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Read all tensors. Raises CacheError unless the bytes have the checksum.
 
-        places: parts of memory that a tensor is read into, one after the other. Returns the tensors without places.
+        places: parts of memory [N, 2], addresses and bytes, that a tensor is read into, one after the other. Returns the tensors
+            without places.
         """
         made = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in self.kinds.items() if name not in places}
-        parts, digest = list[memoryview](), Checksum()
+        head, digest = torch.empty(self._head, dtype=torch.uint8), Checksum()
+        parts = {name: places[name] if name in places else memory(made[name]) for name in self.kinds}
         with self._errors(), _opened(self.path) as file:
             for name, (dtype, shape) in self.kinds.items():
-                own = places[name] if name in places else [as_bytes(made[name])]
-                if (left := dtype.itemsize * shape.numel() - sum(map(len, own))) != 0:
+                if (left := dtype.itemsize * shape.numel() - int(parts[name][:, 1].sum())) != 0:
                     raise ValueError(f"{name} has {left} bytes more than its places")
-                parts += own
-            total = self._head + sum(map(len, parts))
-            read = digest.read(file.fileno(), [memoryview(bytearray(self._head)), *filter(len, parts)])
-            if read < total or file.read(1) or digest.hexdigest() != self._checksum:
+            every = torch.cat([memory(head), *parts.values()])
+            read = digest.read(file.fileno(), every)
+            if read < int(every[:, 1].sum()) or file.read(1) or digest.hexdigest() != self._checksum:
                 raise ValueError("it has other bytes")
         return made
 
@@ -102,6 +101,11 @@ class TensorFile:
             raise CacheError(f"{self.path.parent} is damaged: {self.path.name} is not what was saved") from None
         except OSError as error:
             raise CacheError(f"{self.path} cannot be read: {error.strerror}") from error
+
+
+def memory(tensor: Tensor) -> Tensor:
+    """Return the address and bytes of a contiguous tensor, [1, 2], which places of TensorFile.read() are."""
+    return torch.tensor([[tensor.data_ptr(), tensor.nbytes]])
 
 
 def _opened(path: Path) -> FileIO:
