@@ -253,6 +253,28 @@ def test_what_cuda_does_not_unpin_stays_mapped(runtime: Runtime, monkeypatch: py
     ctypes.memset(left[0].address, 7, HUGE)
 
 
+def test_reserved_memory_is_no_other_threads(runtime: Runtime) -> None:
+    memory = PageLocked(lambda: None, lambda: runtime)
+    memory.prepare(HUGE, 2)
+    release = memory.reserve(HUGE, 3)
+    assert (runtime.locked, memory.spare_bytes) == (2, 0), "two were pinned before"
+    other = memory.tensor(SHAPE, torch.bfloat16)
+    assert runtime.locked == 3
+    release()
+    own = [memory.tensor(SHAPE, torch.bfloat16) for _ in range(3)]
+    assert (runtime.locked, memory.spare_bytes) == (3, 0)
+    assert len({block.data_ptr() for block in (other, *own)}) == 4
+
+
+def test_memory_that_cannot_be_pinned_is_reserved_in_part(runtime: Runtime) -> None:
+    memory = PageLocked(lambda: None, lambda: runtime)
+    runtime.limit = 200 * HUGE
+    release = memory.reserve(HUGE, 300)
+    assert memory.spare_bytes == 0
+    release()
+    assert memory.spare_bytes == 128 * HUGE
+
+
 @pytest.mark.parametrize("advice", [page_locked._POPULATE_WRITE, 9999], ids=["now", "before Linux 5.14"])
 def test_pages_are_mapped_before_they_are_pinned(runtime: Runtime, advice: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_locked, "_POPULATE_WRITE", advice)

@@ -42,7 +42,7 @@ def available(device: torch.device) -> tuple[int, int]:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Disable garbage collection. A capture fails if an earlier graph is destroyed meanwhile."""
+    """Disable garbage collection. It stops all threads, and a capture fails if it destroys an earlier graph."""
     enabled = gc.isenabled()
     gc.disable()
     try:

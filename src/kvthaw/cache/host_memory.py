@@ -187,6 +187,15 @@ class HostMemory:
         if pinned and count > 0 and size > HUGE // 2:
             _page_locked.prepare(size, count, soon)
 
+    def reserve(self, count: int, size: int, *, pinned: bool) -> Callable[[], None]:
+        """Pin memory for `count` blocks of `size` bytes, at the same time as other threads.
+
+        Returns a function that lets allocate() take it.
+        """
+        if self.limit is not None:
+            count = min(count, (self.limit - self.used) // held_bytes(size, pinned=pinned))
+        return _page_locked.reserve(size, count) if pinned and size > HUGE // 2 else lambda: None
+
     def short_of(self, count: int, size: int) -> bool:
         """Return whether less than half of `count` blocks of `size` bytes, or of the room, are pinned and unused, or will be."""
         room = count if self.limit is None else max(0, (self.limit - self.used) // held_bytes(size, pinned=True))

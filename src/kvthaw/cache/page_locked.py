@@ -148,6 +148,28 @@ class PageLocked:
             self._keep(size, made)
             count, soon = count - len(made), soon - len(made)
 
+    def reserve(self, size: int, count: int) -> Callable[[], None]:
+        """Pin up to `count` tensors of `size` bytes, with unused ones among them, that no other thread takes.
+
+        Threads may pin theirs at the same time: CUDA registers the pages of one while the system maps pages of another.
+
+        Returns a function that makes them unused, for tensor() to return.
+        """
+        size = locked_bytes(size)
+        self._settle()
+        with self._lock:
+            spare = self._spare.get(size, deque())
+            held = [spare.popleft() for _ in range(min(count, len(spare)))]
+        with suppress(OSError):  # tensor() will meet it too
+            while (lack := count - len(held)) > 0:
+                held += [(block, []) for block in self._new(size, min(lack, max(1, _AT_ONCE // size)))]
+
+        def release() -> None:
+            with self._lock:
+                self._spare.setdefault(size, deque()).extendleft(reversed(held))
+
+        return release
+
     def coming(self, size: int) -> int:
         """Return how many tensors of `size` bytes are pinned and unused, or will be."""
         size = locked_bytes(size)

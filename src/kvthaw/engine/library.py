@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kvthaw.cache.device_memory import uncollected
 from kvthaw.cache.prefix import PrefixCache
 from kvthaw.cache.prefix_kept import Entry, Key
 from kvthaw.engine.hf import Cache
@@ -142,7 +143,8 @@ class Library:
         if len(header["token_ids"]) != 1 or header["left_pad"] != [0]:
             raise CacheError(f"{path} has {len(header['token_ids'])} rows, padded by {header['left_pad']}; an entry has one")
         about = read(header.get("about"))
-        layers = dict(read_layers(path, header, kv, self.cache.model.device))
+        with uncollected():
+            layers = dict(read_layers(path, header, kv, self.cache.model.device))
         held = {number: (shape, states[0]) for number, (shape, states) in layers.items()}
         ids = torch.tensor(header["token_ids"][0])
         try:

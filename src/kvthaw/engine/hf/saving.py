@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvthaw.cache.device_layers import DenseLayer
+from kvthaw.cache.device_memory import uncollected
 from kvthaw.cache.host_memory import Block
 from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.kv_cache import KVCache
@@ -51,6 +52,7 @@ FORMAT = 5
 _log = logging.getLogger(__name__)
 _HEADER = "header.json"
 _AT_ONCE = 8  # files written at a time, or read if there are fewer cores
+_PINNED_AT_ONCE = 3  # layers: CUDA registers one's pages, others' are mapped
 
 
 def save(model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], path: Path, token_ids: Tensor, about: Any = None) -> None:
@@ -114,7 +116,8 @@ def load(model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], path: Path)
         indexed = any(state.index is not None for state in states.values())
         rebuilt[layer.number] = not indexed and isinstance(layer, OffloadedLayer) and layer.updater is not None
 
-    kv.append_stored_prompt(tokens, left_pad, fill)
+    with uncollected():  # a collection would hold all threads that read, for 0.4 s
+        kv.append_stored_prompt(tokens, left_pad, fill)
     held.close()
     if any(rebuilt.values()):
         _log.info("%s: the index of %s is rebuilt in %d layers", path, kv.settings.method.name, sum(rebuilt.values()))
@@ -133,11 +136,11 @@ def read_layers(path: Path, header: Mapping[str, Any], kv: KVCache, device: torc
 
     Raises CacheError if one has changed since it was saved.
     """
-    taking = threading.Lock()  # one layer's blocks are pinned on all cores while others are read
+    pinning, taking = threading.Semaphore(_PINNED_AT_ONCE), threading.Lock()
 
     def read(number: int) -> SavedLayer:
         try:
-            return _read_layer(path, header, number, kv, device, taking)
+            return _read_layer(path, header, number, kv, device, pinning, taking)
         except (CacheError, HostMemoryError, OSError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -148,10 +151,17 @@ def read_layers(path: Path, header: Mapping[str, Any], kv: KVCache, device: torc
 
 
 def _read_layer(
-    path: Path, header: Mapping[str, Any], number: int, kv: KVCache, device: torch.device, taking: threading.Lock
+    path: Path,
+    header: Mapping[str, Any],
+    number: int,
+    kv: KVCache,
+    device: torch.device,
+    pinning: threading.Semaphore,
+    taking: threading.Lock,
 ) -> SavedLayer:
     """Read a layer into blocks.
 
+    pinning: held while their memory is pinned.
     taking: a lock held while blocks are allocated.
     """
     file, scale = _file(path, header, number), header["files"][_name(number)]["scale"]
@@ -168,8 +178,10 @@ def _read_layer(
     shape = LayerShape(none, none.new_empty((1, heads, 0, dim)), scale, format)
     size, memory = kv.settings.block_size, kv.streams.memory
     counts = [-(-length // size) for length in lengths]
+    with pinning:
+        release = memory.reserve(sum(counts), shape.block_bytes(size), pinned=none.is_cuda)
     with taking:
-        memory.prepare(sum(counts), shape.block_bytes(size), pinned=none.is_cuda)
+        release()
         blocks = {seq: [shape.block(size, memory).share() for _ in range(counts[seq])] for seq in seqs}
     if (stored, file.kinds["rows.0"][1][2:]) == (format.stored, format.tail):  # by heads, as the file has them
         row = shape.format.row_bytes
