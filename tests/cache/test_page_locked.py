@@ -7,6 +7,7 @@ import gc
 import resource
 import threading
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -253,26 +254,31 @@ def test_what_cuda_does_not_unpin_stays_mapped(runtime: Runtime, monkeypatch: py
     ctypes.memset(left[0].address, 7, HUGE)
 
 
-def test_reserved_memory_is_no_other_threads(runtime: Runtime) -> None:
+def test_tensors_are_taken_together(runtime: Runtime) -> None:
     memory = PageLocked(lambda: None, lambda: runtime)
     memory.prepare(HUGE, 2)
-    release = memory.reserve(HUGE, 3)
-    assert (runtime.locked, memory.spare_bytes) == (2, 0), "two were pinned before"
-    other = memory.tensor(SHAPE, torch.bfloat16)
-    assert runtime.locked == 3
-    release()
-    own = [memory.tensor(SHAPE, torch.bfloat16) for _ in range(3)]
-    assert (runtime.locked, memory.spare_bytes) == (3, 0)
-    assert len({block.data_ptr() for block in (other, *own)}) == 4
+    found = memory.tensors(200, SHAPE, torch.bfloat16)
+    assert sorted(runtime.held.values()) == [2 * HUGE, 70 * HUGE, 128 * HUGE], (
+        "two were unused, others are pinned some at a time"
+    )
+    assert len({block.data_ptr() for block in found}) == 200
+    assert memory.spare_bytes == 0
 
 
-def test_memory_that_cannot_be_pinned_is_reserved_in_part(runtime: Runtime) -> None:
+def test_what_lacks_memory_keeps_none(runtime: Runtime) -> None:
     memory = PageLocked(lambda: None, lambda: runtime)
     runtime.limit = 200 * HUGE
-    release = memory.reserve(HUGE, 300)
-    assert memory.spare_bytes == 0
-    release()
-    assert memory.spare_bytes == 128 * HUGE
+    with pytest.raises(OSError, match="cannot be pinned"):
+        memory.tensors(300, SHAPE, torch.bfloat16)
+    assert memory.spare_bytes == 128 * HUGE, "of no tensor"
+
+
+def test_threads_do_not_take_each_others(runtime: Runtime) -> None:
+    memory = PageLocked(lambda: None, lambda: runtime)
+    with ThreadPoolExecutor(4) as threads:
+        found = [block for own in threads.map(lambda _: memory.tensors(9, SHAPE, torch.bfloat16), range(8)) for block in own]
+    assert (runtime.locked, memory.spare_bytes) == (8, 0), "one call each"
+    assert len({block.data_ptr() for block in found}) == 72
 
 
 @pytest.mark.parametrize("advice", [page_locked._POPULATE_WRITE, 9999], ids=["now", "before Linux 5.14"])

@@ -112,6 +112,16 @@ def host_tensor(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool, strea
         ) from error
 
 
+def host_tensors(
+    count: int, shape: Sequence[int], dtype: torch.dtype, *, pinned: bool, streams: Sequence[torch.cuda.Stream] = ()
+) -> list[Tensor]:
+    """Return `count` tensors as host_tensor() does. Threads may pin theirs at the same time."""
+    if count > 1 and pinned and math.prod(shape) * dtype.itemsize > HUGE // 2:
+        with suppress(OSError):
+            return _page_locked.tensors(count, shape, dtype, streams)
+    return [host_tensor(shape, dtype, pinned=pinned, streams=streams) for _ in range(count)]
+
+
 def as_bytes(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the host as bytes."""
     data: Any = tensor.view(-1).view(torch.uint8).numpy()
@@ -146,7 +156,11 @@ class HostMemory:
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Tensor:
         """Return an uninitialised tensor in host memory. Raises HostMemoryError beyond the limit, or if the system gives none."""
-        return self.retried(lambda: self.allocate_free(shape, dtype, pinned=pinned))
+        return self.allocate_all(1, shape, dtype, pinned=pinned)[0]
+
+    def allocate_all(self, count: int, shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> list[Tensor]:
+        """Return `count` tensors as allocate() does. Threads may pin theirs at the same time."""
+        return self.retried(lambda: self._allocate_free(count, shape, dtype, pinned=pinned))
 
     def retried(self, attempt: Callable[[], _Result]) -> _Result:
         """Return attempt(). While it raises HostMemoryError, call reclaim() and repeat it."""
@@ -159,24 +173,29 @@ class HostMemory:
 
     def allocate_free(self, shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Tensor:
         """Allocate as allocate() does, without calling reclaim()."""
+        return self._allocate_free(1, shape, dtype, pinned=pinned)[0]
+
+    def _allocate_free(self, count: int, shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> list[Tensor]:
         if self.limit is None:
-            return host_tensor(shape, dtype, pinned=pinned, streams=self.streams)
+            return host_tensors(count, shape, dtype, pinned=pinned, streams=self.streams)
         size = held_bytes(math.prod(shape) * dtype.itemsize, pinned=pinned)
         with self._used.lock:
             free = self.limit - self.used
-            if size > free:
+            if size * count > free:
+                what = "block of KV needs" if count == 1 else f"{count} blocks of KV need"
                 raise HostMemoryError(
-                    f"the next block of KV needs {size:,} bytes of host memory, and {max(0, free):,} of host_bytes="
-                    f"{self.limit:,} are free; crop the cache, let a request leave, or raise host_bytes"
+                    f"the next {what} {size * count:,} bytes of host memory, and {max(0, free):,} of host_bytes={self.limit:,} are "
+                    "free; crop the cache, let a request leave, or raise host_bytes"
                 )
-            self._used.bytes += size
+            self._used.bytes += size * count
         try:
-            data = host_tensor(shape, dtype, pinned=pinned, streams=self.streams)
+            found = host_tensors(count, shape, dtype, pinned=pinned, streams=self.streams)
         except BaseException:
-            self._used.release(size)
+            self._used.release(size * count)
             raise
-        weakref.finalize(data, self._used.release, size).atexit = False
-        return data
+        for data in found:
+            weakref.finalize(data, self._used.release, size).atexit = False
+        return found
 
     def prepare(self, count: int, size: int, *, pinned: bool) -> None:
         """Pin memory for `count` blocks of `size` bytes, and part of that for each other layer, which will ask next."""
@@ -186,15 +205,6 @@ class HostMemory:
             count, soon = min(count, room), min(soon, room)
         if pinned and count > 0 and size > HUGE // 2:
             _page_locked.prepare(size, count, soon)
-
-    def reserve(self, count: int, size: int, *, pinned: bool) -> Callable[[], None]:
-        """Pin memory for `count` blocks of `size` bytes, at the same time as other threads.
-
-        Returns a function that lets allocate() take it.
-        """
-        if self.limit is not None:
-            count = min(count, (self.limit - self.used) // held_bytes(size, pinned=pinned))
-        return _page_locked.reserve(size, count) if pinned and size > HUGE // 2 else lambda: None
 
     def short_of(self, count: int, size: int) -> bool:
         """Return whether less than half of `count` blocks of `size` bytes, or of the room, are pinned and unused, or will be."""

@@ -372,8 +372,12 @@ class LayerShape:
 
     def block(self, block_size: int, memory: HostMemory) -> Block:
         """Return an uninitialised block in host memory. Raises HostMemoryError."""
+        return self.blocks(1, block_size, memory)[0]
+
+    def blocks(self, count: int, block_size: int, memory: HostMemory) -> list[Block]:
+        """Return uninitialised blocks in host memory. Raises HostMemoryError. Threads may pin theirs at the same time."""
         shape = self.keys.shape[1], block_size, *self.format.tail
-        return Block(memory.allocate(shape, self.format.stored, pinned=self.keys.is_cuda))
+        return list(map(Block, memory.allocate_all(count, shape, self.format.stored, pinned=self.keys.is_cuda)))
 
 
 def attend_rows(step: Step, query: Tensor, attend: Callable[[Row, Tensor], Tensor]) -> Tensor:

@@ -123,12 +123,31 @@ class PageLocked:
 
         streams: streams that may read the tensor, in addition to the current ones of the thread that asks for memory next.
         """
-        count = math.prod(shape)
-        size = locked_bytes(count * dtype.itemsize)
-        block = self._unused(size) or self._new(size, 1)[0]
+        return self.tensors(1, shape, dtype, streams)[0]
+
+    def tensors(
+        self, count: int, shape: Sequence[int], dtype: torch.dtype, streams: Sequence[torch.cuda.Stream] = ()
+    ) -> list[Tensor]:
+        """Return `count` tensors as tensor() does. Raises OSError, with none of them in use, if the system has no memory.
+
+        Threads may call it at the same time: CUDA registers the pages of one while the system maps pages of another.
+        """
+        size, found = locked_bytes(math.prod(shape) * dtype.itemsize), list[_Block]()
+        try:
+            while (lack := count - len(found)) > 0:
+                unused = self._unused(size)
+                found += [unused] if unused is not None else self._new(size, min(lack, max(1, _AT_ONCE // size)))
+        except BaseException:
+            self._keep(size, found)
+            raise
+        return [self._as_tensor(block, size, shape, dtype, streams) for block in found]
+
+    def _as_tensor(
+        self, block: _Block, size: int, shape: Sequence[int], dtype: torch.dtype, streams: Sequence[torch.cuda.Stream]
+    ) -> Tensor:
         memory = (ctypes.c_char * size).from_address(block.address)  # what the tensor's storage holds, and all its views
         weakref.finalize(memory, self._freed.append, (block, size, streams)).atexit = False
-        return torch.frombuffer(memory, dtype=dtype, count=count).view(tuple(shape))
+        return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(tuple(shape))
 
     def prepare(self, size: int, count: int, soon: int = 0) -> None:
         """Pin up to `count` tensors of `size` bytes ahead of use.
@@ -147,28 +166,6 @@ class PageLocked:
                 return
             self._keep(size, made)
             count, soon = count - len(made), soon - len(made)
-
-    def reserve(self, size: int, count: int) -> Callable[[], None]:
-        """Pin up to `count` tensors of `size` bytes, with unused ones among them, that no other thread takes.
-
-        Threads may pin theirs at the same time: CUDA registers the pages of one while the system maps pages of another.
-
-        Returns a function that makes them unused, for tensor() to return.
-        """
-        size = locked_bytes(size)
-        self._settle()
-        with self._lock:
-            spare = self._spare.get(size, deque())
-            held = [spare.popleft() for _ in range(min(count, len(spare)))]
-        with suppress(OSError):  # tensor() will meet it too
-            while (lack := count - len(held)) > 0:
-                held += [(block, []) for block in self._new(size, min(lack, max(1, _AT_ONCE // size)))]
-
-        def release() -> None:
-            with self._lock:
-                self._spare.setdefault(size, deque()).extendleft(reversed(held))
-
-        return release
 
     def coming(self, size: int) -> int:
         """Return how many tensors of `size` bytes are pinned and unused, or will be."""

@@ -136,11 +136,11 @@ def read_layers(path: Path, header: Mapping[str, Any], kv: KVCache, device: torc
 
     Raises CacheError if one has changed since it was saved.
     """
-    pinning, taking = threading.Semaphore(_PINNED_AT_ONCE), threading.Lock()
+    pinning = threading.Semaphore(_PINNED_AT_ONCE)
 
     def read(number: int) -> SavedLayer:
         try:
-            return _read_layer(path, header, number, kv, device, pinning, taking)
+            return _read_layer(path, header, number, kv, device, pinning)
         except (CacheError, HostMemoryError, OSError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -157,12 +157,10 @@ def _read_layer(
     kv: KVCache,
     device: torch.device,
     pinning: threading.Semaphore,
-    taking: threading.Lock,
 ) -> SavedLayer:
     """Read a layer into blocks.
 
-    pinning: held while their memory is pinned.
-    taking: a lock held while blocks are allocated.
+    pinning: held while blocks are allocated.
     """
     file, scale = _file(path, header, number), header["files"][_name(number)]["scale"]
     seqs = range(len(header["left_pad"]))
@@ -179,10 +177,7 @@ def _read_layer(
     size, memory = kv.settings.block_size, kv.streams.memory
     counts = [-(-length // size) for length in lengths]
     with pinning:
-        release = memory.reserve(sum(counts), shape.block_bytes(size), pinned=none.is_cuda)
-    with taking:
-        release()
-        blocks = {seq: [shape.block(size, memory).share() for _ in range(counts[seq])] for seq in seqs}
+        blocks = {seq: [block.share() for block in shape.blocks(counts[seq], size, memory)] for seq in seqs}
     if (stored, file.kinds["rows.0"][1][2:]) == (format.stored, format.tail):  # by heads, as the file has them
         row = shape.format.row_bytes
         lasts = [length - size * max(0, counts[seq] - 1) for seq, length in enumerate(lengths)]
