@@ -8,8 +8,8 @@ own ones in every layer. This process saves them in a folder and starts another 
 - question_s: `--question` tokens behind the document, to the first token; asked_again_s: of the second cache, with all kernels
   compiled.
 
-A virtual machine maps its own memory on the first write, at 8 GB/s on an H200's host. `--touch 100GB` writes that much first, as a
-server that has run for a while has.
+A virtual machine maps its own memory on the first write, at 5 to 8 GB/s on hosts of H200s, and gives it up seconds after it was freed.
+`--touch 20GB` has the process write and free that much right before it restores, which then takes what a machine of its own takes.
 
 What it consists of: hash_s, the files hashed where they lie in the page cache, by as many threads as the host has cores; lock_s, as
 many blocks of 4 MiB page-locked in a fresh pool.
@@ -100,10 +100,10 @@ def main() -> None:
         model = build(given.shape, device, layers=given.layers)
         if given.restore is not None:
             host = None if given.host_memory is None else read_bytes(given.host_memory, "host_memory")
+            if given.touch is not None:
+                touch(read_bytes(given.touch, "touch"))
             print(json.dumps(restore(model, given.restore, given.method, given.question, host)))
             return
-        if given.touch is not None:
-            touch(read_bytes(given.touch, "touch"))
         folder = Path(tempfile.mkdtemp(dir=given.folder))
         report = Report(given.out, given.commit)
         setting = {"shape": given.shape, "layers": model.config.num_hidden_layers, "length": given.length, "device": name}
