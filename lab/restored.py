@@ -8,8 +8,8 @@ own ones in every layer. This process saves them in a folder and starts another 
 - question_s: `--question` tokens behind the document, to the first token; asked_again_s: of the second cache, with all kernels
   compiled.
 
-A virtual machine maps its own memory on the first write, at 5 to 8 GB/s on hosts of H200s, and gives it up seconds after it was freed.
-`--touch 20GB` has the process write and free that much right before it restores, which then takes what a machine of its own takes.
+A virtual machine gets its memory on the first write, at 5 to 8 GB/s on hosts of H200s, and gives it up seconds after it is freed.
+`--touch 20GB`: the process writes and frees that much right before it restores. It then restores as on a bare machine.
 
 What it consists of: hash_s, the files hashed where they lie in the page cache, by as many threads as the host has cores; lock_s, as
 many blocks of 4 MiB page-locked in a fresh pool.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import resource
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -279,20 +278,6 @@ def test_threads_do_not_take_each_others(runtime: Runtime) -> None:
         found = [block for own in threads.map(lambda _: memory.tensors(9, SHAPE, torch.bfloat16), range(8)) for block in own]
     assert (runtime.locked, memory.spare_bytes) == (8, 0), "one call each"
     assert len({block.data_ptr() for block in found}) == 72
-
-
-@pytest.mark.parametrize("advice", [page_locked._POPULATE_WRITE, 9999], ids=["now", "before Linux 5.14"])
-def test_pages_are_mapped_before_they_are_pinned(runtime: Runtime, advice: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_locked, "_POPULATE_WRITE", advice)
-    (block,) = page_lock(HUGE, 1, runtime)
-    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
-    ctypes.memset(block.address, 7, HUGE)
-    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < 16, "no page is mapped by a write"
-
-
-def test_no_memory_to_map_is_an_error() -> None:
-    with pytest.raises(OSError, match="Cannot allocate memory"):
-        page_locked._map_pages(HUGE, HUGE)  # nothing is mapped there
 
 
 def test_what_was_page_locked_together_is_given_back_together(runtime: Runtime) -> None:

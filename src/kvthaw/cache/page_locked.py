@@ -9,7 +9,6 @@ host's free memory; the rest is returned. Memory that a long prompt will need is
 from __future__ import annotations
 
 import ctypes
-import errno
 import math
 import mmap
 import os
@@ -30,7 +29,6 @@ HUGE = 2 << 20
 _AT_ONCE = 256 << 20  # bytes pinned by one call
 _SHARE = 4  # 1 / the part of the host's free memory that may stay pinned and unused
 _THREADS = 16
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which Python does not name
 
 
 def locked_bytes(size: int) -> int:
@@ -76,23 +74,13 @@ def page_lock(size: int, blocks: int, runtime: Any) -> list[_Block]:
     mapping.address = -(-torch.frombuffer(mapping, dtype=torch.uint8).data_ptr() // HUGE) * HUGE
     made = [_Block(mapping, mapping.address + i * size) for i in range(blocks)]
     with ThreadPoolExecutor(min(blocks, _THREADS, os.cpu_count() or 1)) as threads:
-        list(threads.map(lambda block: _map_pages(block.address, size), made))
+        list(threads.map(lambda block: ctypes.memset(block.address, 0, size), made))
     if int(runtime.cudaHostRegister(mapping.address, size * blocks, 0)):
         with suppress(Exception):  # clear the error, which torch's next launch would raise
             torch.zeros(1, device="cuda")
         raise OSError(f"{size * blocks:,} bytes cannot be pinned")
     mapping.runtime = runtime
     return made
-
-
-def _map_pages(address: int, size: int) -> None:
-    """Map the pages of new memory. Raises OSError if the system has none."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _POPULATE_WRITE) == 0:
-        return
-    if (error := ctypes.get_errno()) != errno.EINVAL:
-        raise OSError(error, os.strerror(error))
-    ctypes.memset(address, 0, size)  # Linux before 5.14
 
 
 class PageLocked:
