@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -27,26 +27,30 @@ class _Flags:
         self._layers, self.on_gpu = list(found), any(flag.is_cuda for flag in found.values())
         self.copy = Download(torch.stack(list(found.values())) if found else torch.empty(0, 0))
 
-    def check(self, seq: int | None = None, but: Container[int] = ()) -> None:
-        """Raise CacheError for the first flag that is set, of one sequence or of all except `but`. Waits for the copy."""
+    def errors(self) -> dict[int, CacheError]:
+        """Return an error for each sequence whose flag is set, by its first layer. Waits for the copy."""
         every = self.copy()
-        if not every.any():
-            return
-        for layer, flags in zip(self._layers, every.tolist(), strict=True):
-            for other, flag in enumerate(flags):
-                if flag and other not in but and seq in (None, other):
-                    raise CacheError(
-                        f"the model gave keys or values that are not finite in layer {layer}, sequence {other}; crop or reset() "
-                        "the cache"
-                    )
+        return {
+            seq: CacheError(
+                f"the model gave keys or values that are not finite in layer {self._layers[layer]}, sequence {seq}; "
+                "crop or reset() the cache"
+            )
+            for layer, seq in reversed(every.nonzero().tolist())
+        }
 
 
 def check_prompts(layers: Sequence[OffloadedLayer]) -> None:
     """Raise CacheError if prompts that came since the last call were not finite. Waits for the device if there are any."""
     if any(layer.unchecked for layer in layers):
-        _Flags(layers).check()
+        raise_first(_Flags(layers).errors())
     for layer in layers:
         layer.unchecked = False
+
+
+def raise_first(errors: Mapping[int, CacheError]) -> None:
+    """Raise the error of the lowest sequence, if there is one."""
+    for seq in sorted(errors):
+        raise errors[seq]
 
 
 class FiniteCheck:
@@ -81,7 +85,7 @@ class FiniteCheck:
     def end(self, seq: int) -> None:
         """Raise CacheError if the latest chunk of a sequence's prompt was not finite. Waits for that chunk."""
         if (flags := self._prompts.pop(seq, None)) is not None:
-            flags.check(seq)
+            raise_first({other: error for other, error in flags.errors().items() if other == seq})
 
     def forget(self, seq: int) -> None:
         """Ignore the flags of a sequence that has ended, until zero()."""
@@ -117,16 +121,20 @@ class FiniteCheck:
             if number in nonfinite:
                 flag.fill_(1)
 
-    def check(self) -> None:
-        """Raise CacheError for the first flag that is known to be set. Does nothing while a step is captured.
+    def found(self) -> dict[int, CacheError]:
+        """Return an error for each sequence whose flag is known to be set; none while a step is captured.
 
         A flag of a sequence whose prompt is under way is left to end().
         """
         capturing = self._cuda and torch.cuda.is_current_stream_capturing()
         if self._asked is None or capturing or not self._asked.copy.ready():
-            return
+            return {}
         flags, self._asked = self._asked, None
-        flags.check(but=self._prompts.keys() | self._ended)
+        return {seq: error for seq, error in flags.errors().items() if seq not in self._prompts and seq not in self._ended}
+
+    def check(self) -> None:
+        """Raise the first error of found()."""
+        raise_first(self.found())
 
     def ask(self, layers: Sequence[LayerKV]) -> None:
         """Start to copy all layers' flags to the host, from a GPU every few steps. A later check() reads the copy."""

@@ -96,7 +96,7 @@ class Batch:
         self.prompts = BatchPrompts(
             model, self.cache, prefix_cache, room, prefill_chunk or default_chunk(model), capture=capture
         )
-        self._failed: list[Request] = []  # requests that could not start, which read() has not returned
+        self._failed: list[Request] = []  # requests that failed, which read() has not returned
         self.vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
         self._steps = Steps(model, self.cache, self.vocabulary, capture=capture)
         self._slots = Slots(model, self.cache, self.prompts, self._steps)
@@ -276,7 +276,7 @@ class Batch:
                     self._first([request])
 
     def _fail(self, request: Request, error: Exception) -> None:
-        """Take the slot of a request that could not start away, and let read() return it."""
+        """Take a request's slot away, and let read() return it."""
         self.preempt(request, keep=False)
         request.fail(error)
         self._failed.append(request)
@@ -292,11 +292,14 @@ class Batch:
         The step before may be unread: the device then feeds its tokens itself, and a request that ends with one of them is
         computed once more for nothing. A request that waits for its last token takes no part.
 
+        A request whose keys or values were not finite in an earlier step fails.
+
         If launch() raises, the next call repeats the step. Requests whose state a repetition needs but has lost (linear
         attention) restart with their prompts and keep their tokens. Raises CacheError if a request with a grammar has an
         unread token, which the grammar must see first.
         """
         self._steps.earlier = len(self._steps)
+        self._fail_nonfinite()
         if self.cache.kv.sequences.step is None:  # else the step is repeated
             self._slots.close_up()
         for request in self.decoding:
@@ -320,6 +323,17 @@ class Batch:
                     self._slots.begin_again(request)
             raise
         self.launched()
+
+    def _fail_nonfinite(self) -> None:
+        """Fail the requests whose keys or values were not finite in an earlier step. Raises CacheError for a split model, whose
+        processes may notice in different steps."""
+        finite = self.cache.kv.finite
+        if self.cache.settings.ranks.size > 1:
+            finite.check()
+        for seq, error in finite.found().items():
+            request = self._slots.held[seq]
+            if request is not None and request.decodes:
+                self._fail(request, error)
 
     def read(self, *, ahead: bool = False) -> list[Request]:
         """Wait for tokens that were launched. Returns the requests that got one or ended, which have left the batch.

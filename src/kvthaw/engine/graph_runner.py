@@ -145,7 +145,6 @@ class CapturedSteps:
         ids, positions: [B, 1].
         """
         kv = self._kv
-        kv.finite.check()
         with torch.inference_mode(False), torch.no_grad():  # tensors kept between steps must be plain tensors
             logits = self._take(ids, positions)
             self._work_ahead()
@@ -262,6 +261,11 @@ class CapturedSteps:
 class ElasticGraph(CapturedSteps):
     """Captured steps of a cache whose capacity grows. There is one bucket: a graph serves all lengths until what it reads moves."""
 
+    def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Raise CacheError if keys or values of an earlier step were not finite; else as CapturedSteps."""
+        self._kv.finite.check()
+        return super().__call__(ids, positions)
+
     def _work_ahead(self) -> None:
         self._kv.run_ahead()  # a step need not follow: only what can be undone
 
@@ -269,7 +273,8 @@ class ElasticGraph(CapturedSteps):
 class StaticGraphs(CapturedSteps):
     """Captured steps of a running batch, whose tensors have a fixed capacity. Each bucket of lengths has a graph.
 
-    The batch calls run_ahead() after a step, and prepare() before one, while the device is at work.
+    The batch calls run_ahead() after a step, and prepare() before one, while the device is at work. It looks for keys and values
+    that are not finite.
     """
 
     def run_ahead(self) -> None:

@@ -281,7 +281,8 @@ class CacheLayer(TaggingLayer):
         cache, steps = self.shared.kv, key.shape[2]
         if steps > 1 or before == 0:
             self._check_room(key, pads)
-        cache.finite.look(cache.layers)
+        if not cache.sequences.room:  # a running batch fails the request alone
+            cache.finite.look(cache.layers)
         with torch.inference_mode(False):
             reserve(cache.offloaded, cache.sequences, steps)
 
