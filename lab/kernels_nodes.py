@@ -12,13 +12,13 @@ from torch import Tensor
 
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import IndexContext
-from kvthaw.index.nodes import NodeConfig, NodeIndex
-from kvthaw.kernels import node_scores
 from kvthaw.kernels.rerank import TILE
-from kvthaw.kernels.stored_scores import definition, launch
 from kvthaw.kernels.topk import run_length, topk
 from kvthaw.kernels.unit_select import choose, launch_choice
 from kvthaw.regions import Regions
+from kvthaw_baselines.index.nodes import NodeConfig, NodeIndex
+from kvthaw_baselines.kernels import node_scores
+from kvthaw_baselines.kernels.stored_scores import definition, launch
 from lab.kernels import DIM, GROUP, HEADS, SHAPE, agree, copies, demand, differing, eager_time, micros, replay_time
 from lab.script import run_kernels
 

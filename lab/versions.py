@@ -30,14 +30,14 @@ SIZES: dict[str, dict[str, Any]] = {
     "full": {},
     "pariskv": {"retrieved": 100},
     "pariskv-plus": {"retrieved": 100},
+    "thaw": {"retrieved": 100},
     "clusterkv-plus": {"budget": 1024},
     "prkv": {"budget": 1024},
 }
 WARM, TURNS = 24, 3
 _LARGE = {"layers": 8, "hidden": 4096, "new_tokens": 48}
-_METHODS = ("full", "pariskv-plus", "clusterkv-plus", "prkv", "icecache-digest-device", "icecache-digest")
+_METHODS = ("full", "pariskv-plus", "clusterkv-plus", "prkv", "thaw", "icecache-digest")
 _BEFORE = {
-    "icecache-digest-device": "icecache-device",
     "icecache-digest": "icecache",
     "clusterkv-plus": "clusterkv",
     "pariskv-plus": "pariskv",
@@ -165,7 +165,7 @@ class Answers:
 
     def begin(self, method: str, length: int, batch: int) -> dict[str, Any]:
         """Attach a method, and take the prompt and the steps that compile and capture."""
-        name = method if method in kvthaw.METHODS else _BEFORE[method]
+        name = method if method in kvthaw.METHODS else _BEFORE.get(method, method)
         rng = torch.Generator(self.device).manual_seed(1)
         prompt, self.tokens = (torch.randint(0, 1024, (batch, n), device=self.device, generator=rng) for n in (length, 4096))
         sizes = SIZES[method] if method == "full" else {**SIZES.get(method, {"budget": 256}), "dense_layers": 0}

@@ -21,7 +21,6 @@ OWN = {
     "icecache": "icecache:icecache",
     "icecache-reuse": "icecache:icecache_reuse",
     "icecache-digest": "icecache_digest:icecache_digest",
-    "icecache-digest-device": "icecache_digest:icecache_digest_device",
     "pariskv": "pariskv:pariskv",
     "pariskv-plus": "pariskv_plus:pariskv_plus",
     "thaw": "thaw:thaw",
@@ -29,7 +28,7 @@ OWN = {
 """kvthaw's own methods: for each name the module in `kvthaw.methods` and its function that makes the Method from its options."""
 BASELINES = (
     "h2o", "snapkv", "snapkv-refreshed", "arkvale", "quest", "pqcache", "magicpig", "omnikv", "freekv", "twilight", "shadowkv",
-    "retroinfer", "infinigen", "socket", "prkv-plus",
+    "retroinfer", "infinigen", "socket", "prkv-plus", "icecache-digest-device",
 )  # fmt: skip
 """The methods of the package kvthaw-baselines, in the order of its entry points."""
 

@@ -19,9 +19,9 @@ from kvthaw.errors import ConfigError
 from kvthaw.index import batches as module
 from kvthaw.index.batches import BatchedIndex
 from kvthaw.index.clusters import ClusterIndex, covering
-from kvthaw.index.nodes import NodeConfig, NodeIndex
 from kvthaw.kernels.kmeans import kmeans_in_pieces, whole
 from kvthaw.kernels.rerank import TILE
+from kvthaw_baselines.index.nodes import NodeConfig, NodeIndex
 
 SMALL = partial(ClusterIndex, tokens_per_cluster=10, batch=40, clusters_per_batch=4)
 

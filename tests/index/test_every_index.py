@@ -14,9 +14,9 @@ from kvthaw.index.bounds import BoundIndex
 from kvthaw.index.clusters import ClusterIndex
 from kvthaw.index.exact import ExactIndex
 from kvthaw.index.hybrid import HybridIndex
-from kvthaw.index.nodes import NodeConfig, NodeIndex
 from kvthaw_baselines.index.filters import FilterIndex
 from kvthaw_baselines.index.lsh import HashIndex
+from kvthaw_baselines.index.nodes import NodeConfig, NodeIndex
 from kvthaw_baselines.index.pq import ProductIndex
 from kvthaw_baselines.index.static_pages import StaticPageIndex
 

@@ -34,9 +34,9 @@ def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 
 def nodes(dtype: torch.dtype, dim: int) -> None:
-    from kvthaw.kernels import nearest, node_digests, node_scores, stored_scores
     from kvthaw.kernels.row_format import E4M3
     from kvthaw.kernels.unit_select import launch_choice
+    from kvthaw_baselines.kernels import nearest, node_digests, node_scores, stored_scores
 
     keys, stops = empty(HEADS, 700, dim, dtype=dtype), empty(HEADS, 36)
     nearest.launch(keys, empty(HEADS, 35, dtype=torch.int64))

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvthaw.kernels import HAS_TRITON, collide, node_digests, node_scores, planes, signs, unit_select
+from kvthaw.kernels import HAS_TRITON, collide, planes, signs, unit_select
 from kvthaw.kernels.bucket_topk import bucket_topk
 from kvthaw.kernels.collide import BINS, CHUNK
 from kvthaw.kernels.cut import row_stride
+from kvthaw_baselines.kernels import node_digests, node_scores
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="no Triton")
 LENGTHS = [100, 2000]

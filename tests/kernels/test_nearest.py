@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvthaw.kernels import HAS_TRITON, nearest
+from kvthaw.kernels import HAS_TRITON
+from kvthaw_baselines.kernels import nearest
 
 CASES = [
     (1, 1, 1, 64, torch.float32),

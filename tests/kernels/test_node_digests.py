@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvthaw.kernels import HAS_TRITON, node_digests
+from kvthaw.kernels import HAS_TRITON
+from kvthaw_baselines.kernels import node_digests
 
 CASES = [  # sizes of the nodes, problems, dim, outliers, mapped, dtype
     ([1], 1, 64, 2, True, torch.float32),

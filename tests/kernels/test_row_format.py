@@ -8,12 +8,12 @@ from torch import Tensor
 
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import Block, HostMemory
-from kvthaw.kernels import stored_scores
 from kvthaw.kernels.freeze import definition as frozen
 from kvthaw.kernels.freeze import freeze
 from kvthaw.kernels.row_format import E4M3, RowFormat, definition, encode, row_format
 from kvthaw.kernels.stream_keys import stream_keys
 from kvthaw.kernels.uva_gather import uva_gather
+from kvthaw_baselines.kernels import stored_scores
 from shapes import DTYPES, poisoned
 
 HEADS, LENGTHS = 2, (37, 5, 64)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.host import HostStore
-from kvthaw.kernels import HAS_TRITON, stored_scores
+from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.rerank import TILE
+from kvthaw_baselines.kernels import stored_scores
 from shapes import DTYPES, HEAD_DIMS
 
 

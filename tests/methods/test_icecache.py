@@ -10,10 +10,10 @@ import kvthaw
 from kvthaw.cache.choice import BulkCopy
 from kvthaw.errors import ConfigError
 from kvthaw.index.forest import TreeIndex
-from kvthaw.index.nodes import NodeIndex
 from kvthaw.methods import resolve
 from kvthaw.methods.options import digest
 from kvthaw.regions import Regions
+from kvthaw_baselines.index.nodes import NodeIndex
 from zoo import prompt
 
 

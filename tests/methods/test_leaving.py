@@ -15,9 +15,10 @@ from kvthaw.cache import layer_storage
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.plan import Settings
-from kvthaw.index import clusters, codes, nodes, units
+from kvthaw.index import clusters, codes, units
 from kvthaw.kernels.kmeans import whole
 from kvthaw.methods import METHODS, resolve
+from kvthaw_baselines.index import nodes
 from zoo import DISTINCT
 
 

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 import kvthaw
 from kvthaw import METHODS
 from kvthaw.errors import ConfigError
-from kvthaw.index.nodes import NodeConfig
 from kvthaw.index.tree_config import TreeConfig
 from kvthaw.methods import resolve
 from kvthaw.methods.options import check, digest, written
+from kvthaw_baselines.index.nodes import NodeConfig
 
 
 @pytest.mark.parametrize(

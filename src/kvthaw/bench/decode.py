@@ -20,7 +20,6 @@ from kvthaw.engine.hf.model import kv_bytes
 from kvthaw.errors import CacheError, ConfigError
 from kvthaw.evaluate.machine import provenance, where
 from kvthaw.evaluate.results import Record, ResultsFile, noted
-from kvthaw.index.nodes import NodeIndex
 
 Watch = Callable[[str, int, int], None]
 """Called with the setting that is measured next or was measured last, the number of settings done, and their total."""
@@ -185,8 +184,7 @@ class Bench(ABC, Generic[S]):
         share_of_full: kv_device_bytes and index_device_bytes, as a share of the same layers' KV.
         share_with_dense: the same with the dense layers, as a share of all KV.
         fetched_bytes, stored_bytes: to and from the device, per step.
-        searched_bytes: read from the host by the search, per step.
-        bus_bytes: the sum of these three.
+        bus_bytes: the sum of these two. What a search reads from the host is not counted.
         """
         (before, after), steps, model = taken.counts, len(taken.gaps), self.model
         growing = [number for number, slides in enumerate(cache.is_sliding) if not slides]
@@ -197,7 +195,7 @@ class Bench(ABC, Generic[S]):
         if one.method == HF[1]:
             fetched = stored = float(full)  # every layer comes, and leaves whole
         mine = full * (layers - held["dense_layers"]) / layers
-        on_device, searched = held["kv_device_bytes"] + held["index_device_bytes"], _searched(cache)
+        on_device = held["kv_device_bytes"] + held["index_device_bytes"]
         return {
             "tpot_s": taken.mean,
             "itl_p50_s": taken.quantile(0.5),
@@ -213,8 +211,7 @@ class Bench(ABC, Generic[S]):
             "hit_rate": 1 - (after.fetched - before.fetched) / selected if selected else None,
             "fetched_bytes": fetched,
             "stored_bytes": stored,
-            "searched_bytes": searched,
-            "bus_bytes": fetched + stored + searched,
+            "bus_bytes": fetched + stored,
             "captures": None,
             **held,
         }
@@ -258,12 +255,6 @@ def held_bytes(cache: DynamicCache, full: int) -> Measures:
         ),
         "index_host_bytes": sum(told) if all(told) and told else None,
     }
-
-
-def _searched(cache: DynamicCache) -> float:
-    """Return the bytes that the indexes of a cache read from the host in a step."""
-    groups = [kv.retriever for kv in cache.kv.offloaded if kv.leader is None] if isinstance(cache, Cache) else []
-    return float(sum(group.index.searched_bytes() for group in groups if group and isinstance(group.index, NodeIndex)))
 
 
 def free() -> None:

@@ -11,7 +11,7 @@ import typer
 from kvthaw.cli import options
 from kvthaw.cli.common import print_wide, stdout
 
-RECOMMENDED = ("full", "thaw", "pariskv-plus", "clusterkv-plus", "icecache-digest-device", "icecache-digest")
+RECOMMENDED = ("full", "thaw", "pariskv-plus", "clusterkv-plus", "icecache-digest")
 EXAMPLES = "Examples:\n\n  kvthaw methods\n\n  kvthaw methods pariskv\n\n  kvthaw methods --json"
 
 

@@ -28,7 +28,7 @@ EXAMPLES = (
     "  kvthaw plan --model Qwen/Qwen3-8B --length 32k --batch 24 --gpu H100\n\n"
     "  kvthaw plan --model ./my-model --length 100000 --gpu-memory 24GB --method clusterkv-plus --budget 1024 --json"
 )
-_METHODS = ["auto", "full", "thaw", "pariskv-plus", "clusterkv-plus", "icecache-digest-device", "icecache-digest"]
+_METHODS = ["auto", "full", "thaw", "pariskv-plus", "clusterkv-plus", "icecache-digest"]
 _LENGTH = 131072
 
 

@@ -49,12 +49,7 @@ class RowFormat:
     @property
     def row_bytes(self) -> int:
         """Bytes of a stored row, scales included."""
-        return 2 * self.key_bytes
-
-    @property
-    def key_bytes(self) -> int:
-        """Bytes that reading the key of a row takes."""
-        return self.dim * self.dtype.itemsize
+        return 2 * self.dim * self.dtype.itemsize
 
     def encode(self, rows: Tensor) -> Tensor:
         """Return rows [..., 2, D] as they are stored, [..., *tail]."""
@@ -98,10 +93,6 @@ class E4M3(RowFormat):
     @property
     def row_bytes(self) -> int:
         return self.tail[0]
-
-    @property
-    def key_bytes(self) -> int:
-        return HEADER // 2 + self.dim
 
     def encode(self, rows: Tensor) -> Tensor:
         return encode(rows, self.tail[0]) if HAS_TRITON and rows.is_cuda else definition(rows, self.tail[0])

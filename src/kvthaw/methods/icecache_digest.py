@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
-from kvthaw.cache.choice import Way, transfer_of
+from kvthaw.cache.choice import Way
 from kvthaw.cache.index_api import Method
-from kvthaw.errors import at_least
-from kvthaw.index.nodes import NodeConfig, NodeIndex
 from kvthaw.index.tree_config import TreeConfig
-from kvthaw.methods.icecache import REGIONS, tree_method
+from kvthaw.methods.icecache import tree_method
 from kvthaw.methods.options import check
 
 SETTINGS: dict[str, Any] = {
@@ -56,26 +53,4 @@ def icecache_digest(*, reuse: int = 1, prefetch: bool = False, threads: int = 0,
         prefetches=prefetch,
         differs="descends by node digests, not keys; single tokens, not pages (`unit=page`); exact parents; no pruning by P-DCI",
         choose="device memory is all that matters and the host has cores to spare",
-    )
-
-
-def icecache_digest_device(*, reuse: int = 1, transfer: Way = "uva", **nodes: Any) -> Method:
-    """Search digests of flat nodes on the device and fetch single tokens; a step asks the host nothing.
-
-    Keys are grouped by their nearest promoted key, on one level, when they leave the window; there are no pages, and
-    earlier nodes take no later keys. GQA: `policy`.
-    reuse, transfer: as in icecache-digest. Other options: `kvthaw.index.nodes.NodeConfig`.
-    """
-    check("icecache-digest-device", nodes, icecache_digest_device, NodeConfig)
-    at_least(1, reuse=reuse)
-    return Method(
-        "icecache-digest-device" if reuse == 1 else f"icecache-digest-device:reuse={reuse}",
-        paper="IceCache",
-        unit="token",
-        index=partial(NodeIndex, config=NodeConfig(**nodes)),
-        regions=REGIONS,
-        transfer=transfer_of(transfer),
-        anchors=reuse,
-        differs="flat nodes searched by digests on the device: single tokens, no tree, pages or insertion",
-        choose="less device memory than ParisKV takes, no host cores to spare",
     )

@@ -17,10 +17,10 @@ from kvthaw.index.units import Before
 from kvthaw.kernels.observe import observe
 from kvthaw.kernels.page_bounds import Spread
 from kvthaw.kernels.rerank import TILE
-from kvthaw.kernels.stored_scores import stored_scores
 from kvthaw.kernels.topk import run_length, topk
 from kvthaw.kernels.unit_select import Policy, unit_select
 from kvthaw_baselines.kernels.static_first import Pieces, numbers, static_first
+from kvthaw_baselines.kernels.stored_scores import stored_scores
 
 _QUERIES = 64  # of a KV head in the observation window, at most
 _FIELD = 1024  # rows whose keys a refresh reads, at least

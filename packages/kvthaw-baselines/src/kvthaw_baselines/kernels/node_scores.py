@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.cut import row_stride
-from kvthaw.kernels.node_digests import TAIL
 from kvthaw.kernels.unit_scores import BLOCK, outputs, programs
+from kvthaw_baselines.kernels.node_digests import TAIL
 
 
 def definition(query: Tensor, digests: Tensor, stops: Tensor, counts: Tensor, *, scale: float, reach: float) -> Tensor:

@@ -15,14 +15,15 @@ from kvthaw.errors import at_least, one_of, proportion, within
 from kvthaw.index.batches import BatchedIndex, BatchGroup, Formed
 from kvthaw.index.draws import drawn
 from kvthaw.index.tables import Column
-from kvthaw.kernels import HAS_TRITON, node_scores
+from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.kmeans import grouped
-from kvthaw.kernels.nearest import nearest
-from kvthaw.kernels.node_digests import node_digests, row_width
 from kvthaw.kernels.rerank import TILE
-from kvthaw.kernels.stored_scores import stored_scores
 from kvthaw.kernels.topk import Merge, run_length, topk
 from kvthaw.kernels.unit_select import choose, launch_choice
+from kvthaw_baselines.kernels import node_scores
+from kvthaw_baselines.kernels.nearest import nearest
+from kvthaw_baselines.kernels.node_digests import node_digests, row_width
+from kvthaw_baselines.kernels.stored_scores import stored_scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +111,6 @@ class NodeIndex(BatchedIndex, tested=True):
         how: dict[str, Any] = {"scale": scale, "run": run, "format": store.format}
         true = stored_scores(query, self._table(), store.block_size, rows, wanted, **how)
         return Selection(*topk(true, rows, wanted, budget, 0, scale, config.policy))
-
-    def searched_bytes(self) -> int:
-        """Return the bytes that one select() of all sequences reads from the host."""
-        rows = sum(min(seq.tokens, self.width) for seq in self.seqs)
-        return rows * self.context.kv_heads * self.context.store.format.key_bytes
 
     def clone_from(self, other: Self) -> None:
         super().clone_from(other)
