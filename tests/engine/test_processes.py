@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
-from dataclasses import fields, replace
+from dataclasses import fields
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,8 @@ import torch.distributed as dist
 from kvthaw.cache.ranks import Ranks
 from kvthaw.engine.lockstep import Cancel, Forget, Lockstep, Submit, read, write
 from kvthaw.engine.processes import meeting, spawned
-from kvthaw.engine.request import Request, RequestSpec
+from kvthaw.engine.request import RequestSpec
 from kvthaw.engine.sampling import GREEDY, Sampling
-from kvthaw.errors import ConfigError
 
 
 def test_the_store_listens_on_the_loopback_interface_alone() -> None:
@@ -110,5 +109,3 @@ def test_changes_come_as_they_were_sent() -> None:
     rest = [field.name for field in fields(RequestSpec) if field.name != "ids"]
     assert [getattr(came.spec, name) for name in rest] == [getattr(spec, name) for name in rest]
     assert read(write(None)) is None
-    with pytest.raises(ConfigError, match="embeddings are given"):
-        Submit.of(1, Request(replace(spec, embeddings=torch.zeros(3, 8))), 0)

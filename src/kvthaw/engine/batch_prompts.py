@@ -77,7 +77,7 @@ class BatchPrompts:
     def continues(self, request: Request) -> bool:
         """Return whether an incomplete prompt that is given up now continues later from where it is."""
         prefixes = None if self._cache.prefills_whole or request in self.indexing else self.prefixes
-        return prefixes is not None and prefixes.refused is None and request.spec.embeddings is None
+        return prefixes is not None and prefixes.refused is None
 
     def _fill(self, request: Request, tokens: int | None) -> bool:
         """Start a prompt with its kept prefix, once the prefix is in memory. Returns whether this is done.
@@ -100,7 +100,7 @@ class BatchPrompts:
         If there is no room for a name, the error is the request's.
         """
         spec, how = request.spec, dict[str, Any]()
-        if self.prefixes is None or spec.embeddings is not None:
+        if self.prefixes is None:
             return
         if spec.name is not None and not request.named and request.prefilled == request.prompt:
             request.named, tokens = True, request.prompt
@@ -114,7 +114,7 @@ class BatchPrompts:
     def keep_part(self, request: Request) -> None:
         """Keep the prefilled tokens of a prompt that is given up, for the next try."""
         least = 0 if request.prefilled == request.prompt else request.filled
-        if self.prefixes is None or request.spec.embeddings is not None or request.prefilled <= least:
+        if self.prefixes is None or request.prefilled <= least:
             return
         try:
             self._cache.kv.finite.end(request.seq)
@@ -153,7 +153,7 @@ class BatchPrompts:
         whole = [request for request in requests if not request.prefilled]
         if not whole:
             return []
-        ids = torch.cat([request.inputs(0, request.prompt)["input_ids"] for request in whole], dim=1)
+        ids = torch.cat([request.ids for request in whole], dim=1)
         positions = torch.cat([torch.arange(request.prompt, device=device) for request in whole])[None]
         ends = upload([n - 1 for n in accumulate(request.prompt for request in whole)], torch.int64, device)
         how = {"position_ids": positions, "logits_to_keep": ends}
@@ -175,12 +175,12 @@ class BatchPrompts:
         cache, seq = self._cache, request.seq
         if self.graphs is not None and stop == request.prompt and self.replays(request):
             with cache.kv.sequences.prompts({seq: stop}):
-                return self.graphs(request.inputs(0, stop)["input_ids"])
+                return self.graphs(request.ids)
         n = None if request.tokens else request.spec.sampling.prompt_logprobs
         chunk = request.prompt if cache.prefills_whole else self._chunk if n is None else min(self._chunk, _SCORED)
         logits = torch.empty(0)
         with cache.kv.sequences.prompts({seq: request.prompt - start}), cache.states.filling(seq), torch.no_grad():
-            for begin, end, every in forwards(self._model, cache, request.inputs, start, stop, chunk, every=n is not None):
+            for begin, end, every in forwards(self._model, cache, request.ids, start, stop, chunk, every=n is not None):
                 logits = every[:, -1]
                 if n is not None:
                     next_ids = sent(request.spec.ids[begin + 1 : end + 1], every.device)

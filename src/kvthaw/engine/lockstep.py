@@ -16,7 +16,7 @@ from kvthaw.engine.grammar import ComingGrammars, Grammars, Source
 from kvthaw.engine.request import Request, RequestSpec
 from kvthaw.engine.sampling import Sampling
 from kvthaw.engine.scheduler import Scheduler
-from kvthaw.errors import CacheError, ConfigError, KvthawError
+from kvthaw.errors import CacheError, KvthawError
 
 
 def _shallow(one: Any) -> dict[str, Any]:
@@ -57,10 +57,8 @@ class Submit(Change):
 
     @classmethod
     def of(cls, number: int, request: Request, priority: int) -> Submit:
-        """Describe a request that has not been submitted. Raises ConfigError if it has embeddings."""
+        """Describe a request that has not been submitted."""
         spec, grammar = request.spec, request.spec.sampling.grammar
-        if spec.embeddings is not None:
-            raise ConfigError("embeddings are given; the processes of a split model tell each other token ids alone")
         plain = replace(spec, tokenizer=None, sampling=replace(spec.sampling, grammar=None))
         return cls(number, plain, spec.tokenizer is not None, None if grammar is None else grammar.source, priority)
 
@@ -130,7 +128,7 @@ class Lockstep:
         self._digest = 0
 
     def submits(self, numbers: Sequence[int], requests: Sequence[Request], priorities: Sequence[int]) -> list[Change]:
-        """Return the changes that rank 0 sends for submitted requests. Raises ConfigError if a request has embeddings."""
+        """Return the changes that rank 0 sends for submitted requests."""
         return [Submit.of(*each) for each in zip(numbers, requests, priorities, strict=True)] if self.size > 1 else []
 
     def note(self, told: Sequence[Request]) -> None:

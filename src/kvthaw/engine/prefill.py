@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -55,16 +55,14 @@ def chunks(
     size = total if cache.prefills_whole else chunk or (DENSE_CHUNK if cache.settings.method.dense else default_chunk(model))
     tokens = torch.tensor([list(ids)], device=model.device)
     with cache.prompt(total):
-        for _, _, logits in forwards(
-            model, cache, lambda a, b: {"input_ids": tokens[:, a:b]}, 0, total, max(1, size), told=told
-        ):
+        for _, _, logits in forwards(model, cache, tokens, 0, total, max(1, size), told=told):
             yield logits[0, -1]
 
 
 def forwards(
     model: PreTrainedModel,
     cache: Cache,
-    inputs: Callable[[int, int], Mapping[str, Tensor]],
+    ids: Tensor,
     start: int,
     stop: int,
     chunk: int,
@@ -74,11 +72,11 @@ def forwards(
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Run a model over tokens start .. stop of a prompt. Yields the begin and end of each chunk, and its logits [1, n, V].
 
-    inputs: inputs(begin, end) returns the model's inputs for these tokens.
+    ids: [1, T], the prompt.
     every: give the logits of every token; else of the last one alone, if the model can.
     """
     keep = {"logits_to_keep": 1} if not every and model._supports_logits_to_keep() else {}
     for begin, end in ((start + a, start + b) for a, b in spans(stop - start, chunk)):
         with fused(model), nullcontext() if told is None else told.part(end - begin):
-            logits = model(**inputs(begin, end), **{CACHE: cache}, use_cache=True, **keep).logits
+            logits = model(input_ids=ids[:, begin:end], **{CACHE: cache}, use_cache=True, **keep).logits
         yield begin, end, logits

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 import torch
@@ -36,8 +35,6 @@ class RequestOptions(TypedDict, total=False):
     client: whom the request is for. A `Scheduler` shares slots and prefill between clients.
     name: the prefix cache keeps this prompt under a name.
     about: any JSON value, kept with the name.
-    embeddings: [T, hidden], replace the model's embeddings of the prompt's tokens, such as for an image; each token attends
-        to earlier tokens. Such a prompt shares no prefix, because token ids do not identify it.
     """
 
     max_new_tokens: int | None
@@ -49,7 +46,6 @@ class RequestOptions(TypedDict, total=False):
     client: str
     name: str | None
     about: Any
-    embeddings: Tensor | None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -70,14 +66,13 @@ class RequestSpec:
     client: str = ""
     name: str | None = None
     about: Any = field(default=None, repr=False)
-    embeddings: Tensor | None = field(default=None, repr=False)
     text_after: tuple[int, ...] = field(default=(), repr=False)
     tokenizer: Any = field(default=None, repr=False)
 
     @property
     def shares_forward(self) -> bool:
-        """Whether the prompt may share a forward with others: no embeddings are given, and no log-probabilities asked."""
-        return self.embeddings is None and self.sampling.prompt_logprobs is None
+        """Whether the prompt may share a forward with others: no log-probabilities of it are asked."""
+        return self.sampling.prompt_logprobs is None
 
 
 @dataclass(eq=False, slots=True)
@@ -103,6 +98,7 @@ class Request:
     logprobs: of each output token, if requested.
     prompt_logprobs: of each prompt token, if requested; None for its first.
     matcher: follows the output through its grammar; None without one.
+    ids: [1, T] int64, the prompt on the device, once it has a slot.
     """
 
     spec: RequestSpec
@@ -123,11 +119,11 @@ class Request:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list, repr=False)
     error: Exception | None = field(default=None, repr=False)
     matcher: Any = field(init=False, repr=False)
+    ids: Tensor = field(init=False, repr=False)
     fetched: int = field(default=0, init=False, repr=False)  # prompt tokens requested from the prefix cache's file
     swapped: SequenceState | None = field(default=None, init=False, repr=False)  # its state while it is swapped out
     begun: bool = field(default=False, init=False, repr=False)  # whether it has had a slot
     named: bool = field(default=False, init=False, repr=False)  # whether naming its complete prompt was tried
-    _inputs: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)  # of the whole prompt, on the device
     _out: Detokenizer | None = field(default=None, init=False, repr=False)
     _read: int = field(default=0, init=False, repr=False)  # number of decoded tokens
     _piece: str = field(default="", init=False, repr=False)  # text of the last of them
@@ -143,10 +139,8 @@ class Request:
 
     @property
     def reusable(self) -> int:
-        """Number of the prompt's first tokens whose KV may come from the prefix cache. It is 0 with given embeddings. Where
-        log-probabilities are asked, these are the tokens that have theirs."""
-        if self.spec.embeddings is not None:
-            return 0
+        """Number of the prompt's first tokens whose KV may come from the prefix cache. Where log-probabilities are asked, these
+        are the tokens that have theirs."""
         scored = self.spec.sampling.prompt_logprobs is not None and not self.tokens
         return max(0, len(self.prompt_logprobs) - 1) if scored else self.prompt
 
@@ -157,15 +151,7 @@ class Request:
 
     def place(self, seq: int, model: PreTrainedModel) -> None:
         """Put the request into a slot of a model's batch."""
-        spec, self.seq = self.spec, seq
-        if spec.embeddings is not None:
-            self._inputs = {"inputs_embeds": spec.embeddings[None].to(model.device, model.dtype)}
-        else:
-            self._inputs = {"input_ids": sent(spec.ids, model.device)[None]}
-
-    def inputs(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Return the model's inputs for tokens start .. stop of the prompt of a request in a slot, [1, stop - start]."""
-        return {name: whole[:, start:stop] for name, whole in self._inputs.items()}
+        self.seq, self.ids = seq, sent(self.spec.ids, model.device)[None]
 
     @property
     def text(self) -> str:
@@ -233,29 +219,6 @@ class Request:
         return True
 
 
-def check_embeddings(embeddings: Tensor, tokens: int, model: PreTrainedModel, name: str | None) -> None:
-    """Raise ConfigError if embeddings cannot replace `tokens` tokens of a model's prompt."""
-    check_type(Tensor, embeddings=embeddings)
-    text = model.config.get_text_config(decoder=True)
-    if tuple(embeddings.shape) != (tokens, text.hidden_size):
-        raise ConfigError(
-            f"embeddings have the shape {tuple(embeddings.shape)}; they must have {(tokens, text.hidden_size)}: one row for each "
-            "token of the prompt"
-        )
-    if getattr(text, "hidden_size_per_layer_input", None):
-        raise ConfigError(f"embeddings are given; {type(model).__name__} also needs the tokens' own inputs of each layer")
-    asks = [
-        one for one in signature(type(model).forward).parameters if one.endswith("token_type_ids") or one == "image_grid_thw"
-    ]
-    if asks and text is not model.config:
-        raise ConfigError(
-            f"embeddings are given; {type(model).__name__} asks which tokens are an image's ({', '.join(asks)}): they attend both "
-            "ways or have positions of their own, which a running batch does not serve; attach() and generate() do"
-        )
-    if name is not None:
-        raise ConfigError(f"name is {name!r} and embeddings are given; prompts are kept by their token ids")
-
-
 def hidden_salt(cache_salt: str) -> str:
     """Return a digest of a tenant's salt for the prefix cache and files; "" for none."""
     return hashlib.sha256(f"cache_salt {cache_salt}".encode("utf-8", "surrogatepass")).hexdigest() if cache_salt else ""
@@ -292,8 +255,6 @@ def checked_spec(
     if stop is None and not sampling.ignore_eos:
         stop = getattr(model.generation_config, "eos_token_id", None)
     own = () if stop is None else [stop] if isinstance(stop, int) else stop
-    if (embeddings := how.get("embeddings")) is not None:
-        check_embeddings(embeddings, tokens, model, how.get("name"))
     return RequestSpec(
         ids,
         limit,
@@ -303,7 +264,6 @@ def checked_spec(
         client=how.get("client", ""),
         name=how.get("name"),
         about=how.get("about"),
-        embeddings=embeddings,
         text_after=tuple(how.get("text_after", ())),
         tokenizer=tokenizer,
     )
