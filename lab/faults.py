@@ -38,7 +38,7 @@ from transformers import PreTrainedModel
 
 from kvthaw import Batch, Cache, CacheError, HostMemoryError, Request, Scheduler
 from kvthaw.cache.host_memory import HostMemory
-from kvthaw.engine.hf.kv_dir import fill
+from kvthaw.engine.hf.kept import fill
 from kvthaw.engine.prefill import prefill
 from lab.requests import tiny
 from lab.script import options

@@ -89,7 +89,7 @@ def compare(
         typer.Option(help="Folder for results.jsonl and the report, made if need be. What is there already is not run again."),
     ] = Path("compared"),
     as_json: options.Lines = False,
-    kv_dir: options.KvDir = None,
+    kv_dir: own.KvDir = None,
 ) -> None:
     """Run every task under every method, budget and length, and report them side by side.
 
@@ -103,11 +103,11 @@ def compare(
 
     if not report_only:
         from kvthaw.engine.chat_template import Chat
-        from kvthaw.engine.hf.kv_dir import KvDir
         from kvthaw.evaluate.agreement import Agreement
         from kvthaw.evaluate.files import text_name
         from kvthaw.methods import METHODS
         from lab.evaluate.compare import Grid, agreement, check_texts, fifth, run
+        from lab.evaluate.kv_dir import KvDir
         from lab.evaluate.perplexity import Course, Reader
         from lab.evaluate.prefills import prefilled
         from lab.evaluate.published import benchmarks

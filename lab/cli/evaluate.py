@@ -102,7 +102,7 @@ def evaluate(
         Path | None,
         typer.Option(help="Draw accuracy into this PNG file: bars, or depth by length if there are several lengths."),
     ] = None,
-    kv_dir: options.KvDir = None,
+    kv_dir: own.KvDir = None,
 ) -> None:
     """Run tasks under every method, budget and length, and under full attention on the same samples.
 
@@ -117,8 +117,8 @@ def evaluate(
     files = {name: Path(one) for name, one in files_of(data or [], tasks).items()}
     lengths, where, questions = listed(length, tokens_of, "--length"), _depths(depths), questions_of(question)
     mine, asked = shard_of(shard, out), template.asked()
-    from kvthaw.engine.hf.kv_dir import KvDir
     from lab.evaluate.job import Job
+    from lab.evaluate.kv_dir import KvDir
 
     variants = methods.variants()
     from kvthaw.evaluate.results import ResultsFile

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvthaw.cli.options import SEVERAL, listed
+from kvthaw.cli.options import SEVERAL, folder, listed
 from kvthaw.cli.progress import say
 
 if TYPE_CHECKING:
@@ -24,6 +24,15 @@ NoFull = Annotated[
     typer.Option(
         "--no-full",
         help="Leave full attention out. Each method prefills on its own, in chunks, so the device never holds all KV.",
+    ),
+]
+KvDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--kv-dir",
+        parser=folder,
+        metavar="DIRECTORY",
+        help="Keep prompts' KV in this folder; a later prompt that begins with one of them prefills only the rest.",
     ),
 ]
 

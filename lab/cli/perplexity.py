@@ -41,7 +41,7 @@ def perplexity(
     samples: Annotated[int, typer.Option(min=1, help="Places in the text at which a prompt starts.")] = 1,
     no_full: own.NoFull = False,
     shard: own.ShardOf = "1/1",
-    kv_dir: options.KvDir = None,
+    kv_dir: own.KvDir = None,
     seed: options.Seed = 0,
     as_json: options.Lines = False,
     out: options.Out = None,
@@ -53,9 +53,9 @@ def perplexity(
     next token is scored. The text must be long enough; it is not repeated.
     """
     variants, mine = methods.variants(), shard_of(shard, out)
-    from kvthaw.engine.hf.kv_dir import KvDir
     from kvthaw.evaluate.results import ResultsFile
     from kvthaw.evaluate.variant import FULL, Variant
+    from lab.evaluate.kv_dir import KvDir
     from lab.evaluate.overview import perplexities
     from lab.evaluate.perplexity import Course, Reader, summarize
     from lab.evaluate.plot import check, perplexity_lines

@@ -76,7 +76,7 @@ def evaluate(
     probe: Annotated[
         int, typer.Option(min=0, help="Compare every n-th step with exact attention (mass, recall, drift); 0: never.")
     ] = 0,
-    kv_dir: options.KvDir = None,
+    kv_dir: own.KvDir = None,
     judge: Annotated[
         str | None,
         typer.Option(
@@ -103,9 +103,9 @@ def evaluate(
     variants, ways = methods.variants(), questions_of(question)
     mine, asked = shard_of(shard, out), template.asked(chat)
     from kvthaw.engine.chat_template import Chat
-    from kvthaw.engine.hf.kv_dir import KvDir
     from kvthaw.evaluate.results import ResultsFile
     from kvthaw.evaluate.variant import FULL
+    from lab.evaluate.kv_dir import KvDir
     from lab.evaluate.plot import check, score_bars
     from lab.evaluate.prefills import part, prefilled
     from lab.evaluate.published.results import summarize

@@ -9,10 +9,10 @@ from typing import Any, ClassVar, TypeVar
 from torch import Tensor
 
 from kvthaw.engine.hf import Cache, PreTrainedModel
-from kvthaw.engine.hf.kv_dir import KvDir
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.prefills import Prefilled, Prefills, Tell
 from kvthaw.evaluate.variant import Variant
+from lab.evaluate.kv_dir import KvDir
 
 T = TypeVar("T")
 Shard = tuple[int, int]

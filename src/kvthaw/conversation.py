@@ -14,7 +14,7 @@ import torch
 from kvthaw.answering import Answer, Progress
 from kvthaw.engine.chat_template import Chat, dates_of, dates_said, following
 from kvthaw.engine.hf import Cache, PreTrainedModel, saving
-from kvthaw.engine.hf.kv_dir import fill, keep
+from kvthaw.engine.hf.kept import fill, keep
 from kvthaw.engine.hf.model import check_prompt, check_text, positions
 from kvthaw.engine.prefill import prefill
 from kvthaw.engine.sampling import GREEDY, Sampling

@@ -56,7 +56,6 @@ CASES: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("eval", "niah", "--method", "full,quets:budget=64,sink=4"), ("'quets'", "did you mean 'quest'")),
     (("eval", "perplexity", "--method", "pariskv_plus"), ("did you mean 'pariskv-plus'",)),
     (("generate", "Hi", "--kv", ""), ("--kv", "it is empty; name a folder")),
-    (("generate", "Hi", "--kv-dir", ""), ("--kv-dir", "it is empty; name a folder")),
     (("serve", "--kv-dir", ""), ("--kv-dir", "it is empty; name a folder")),
     (("chat", "--kv-dir", ""), ("--kv-dir", "it is empty; name a folder")),
     (("chat", "--kv-dir", "FILE"), ("is a file; name a folder",)),

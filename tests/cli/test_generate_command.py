@@ -162,13 +162,6 @@ def test_generate_keeps_the_kv_of_a_prompt(model: str, tmp_path: Path) -> None:
     assert "damaged" in damaged.err
     assert damaged.records[0]["kept_tokens"] == 0
     assert Said("generate", text, *common, "--kv", str(folder)).records[0]["kept_tokens"] == len(text) - 1
-    many = [
-        Said("generate", prompt, *common, "--kv-dir", str(tmp_path / "many")).records[0]
-        for prompt in (text, text + "The sky is", text[:-50] + "blue", "Another one. " + text)
-    ]
-    assert [each["kept_tokens"] for each in many] == [0, len(text), len(text) - 50, 0]
-    assert many[1]["text"] == plain[1]["text"]
-    assert len(list((tmp_path / "many").iterdir())) == 2
 
 
 @pytest.mark.parametrize("method", ["oracle", "streaming"])
@@ -190,17 +183,14 @@ def test_several_questions_of_one_prompt(model: str, tmp_path: Path, method: str
         assert [one["kept_tokens"] for one in kept] == [0, len(text) - 1], "the question is not kept"
 
 
-@pytest.mark.parametrize("place", ["--kv", "--kv-dir"])
-def test_what_was_kept_on_another_day_is_gone_on_from(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
+def test_what_was_kept_on_another_day_is_gone_on_from(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a chat template says the date; another document has today's."""
     (tmp_path / "t.jinja").write_text(
         "Today is {{ strftime_now('%d %B %Y') }}.{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}[assistant]"
     )
     text, kept = "The grass is green. The sky is blue. " * 10, list[int]()
     common = ("--model", model, "--method", "full", "--max-new-tokens", "2", "--json", "--chat")
-    common += ("--chat-template", str(tmp_path / "t.jinja"), place, str(tmp_path / "kv"))
+    common += ("--chat-template", str(tmp_path / "t.jinja"), "--kv", str(tmp_path / "kv"))
     for month, document in ((1, text), (5, text), (9, text), (9, text.upper())):
 
         class Then(datetime):

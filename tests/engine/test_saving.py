@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from kvthaw import Cache, CacheError
 from kvthaw.engine.hf import saving, tensor_file
-from kvthaw.engine.hf.kv_dir import KvDir
+from kvthaw.engine.hf.kept import fill, keep
 from kvthaw.index.forest import TreeIndex
 from kvthaw.native import Checksum
 from zoo import KINDS, build, prompt, ragged
@@ -300,11 +300,11 @@ def test_what_cannot_go_back_is_prefilled_anew(tmp_path: Path) -> None:
     model, warnings = build("gemma3", layer_types=["sliding_attention", "full_attention"] * 2), list[str]()
     ids, cache = prompt(1, 100), Cache(model, "oracle", budget=32)
     model(ids, past_key_values=cache)
-    folder = KvDir(tmp_path, warnings.append)
-    folder.keep(cache, ids[0].tolist(), 0)
+    path = tmp_path / "kv"
+    keep(cache, path, ids[0].tolist())
     again = Cache(model, "oracle", budget=32)
-    assert folder.fill(again, ids[0].tolist()) == again.get_seq_length() == 0
-    assert folder.fill(again, [*ids[0].tolist(), 1]) == 100, "what only goes on needs no way back"
+    assert fill(again, path, ids[0].tolist(), warnings.append) == again.get_seq_length() == 0
+    assert fill(again, path, [*ids[0].tolist(), 1], warnings.append) == 100, "what only goes on needs no way back"
     assert len(warnings) == 1
 
 
@@ -315,10 +315,10 @@ def test_what_is_kept_is_read_where_half_of_it_can_be_used(
 ) -> None:
     ids, cache = prompt(1, 100), Cache(llama, "oracle", **SETTINGS)
     llama(ids, past_key_values=cache)
-    folder, other = KvDir(tmp_path), ids[0].tolist()
-    folder.keep(cache, other, 0)
+    path, other = tmp_path / "kv", ids[0].tolist()
+    keep(cache, path, other)
     other[shared] += 1
-    assert folder.fill(Cache(llama, "oracle", **SETTINGS), other) == taken
+    assert fill(Cache(llama, "oracle", **SETTINGS), path, other) == taken
 
 
 @torch.no_grad()

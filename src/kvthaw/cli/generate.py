@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -84,7 +84,6 @@ def generate(
         parser=options.folder,
         metavar="DIRECTORY",
     ),
-    kv_dir: options.KvDir = None,
     stream: bool = option("Print the text as it comes.", True),
     as_json: bool = option("Print one JSON object an answer and nothing else on stdout.", False, "--json"),
     verbose: options.Verbose = False,
@@ -96,10 +95,8 @@ def generate(
     method, several = settings.method, settings.several
     alone = replace(settings, budget=None, retrieved=None) if several else settings
     config = alone.config(drawing.seed)
-    if kv is not None and kv_dir is not None:
-        raise ConfigError("--kv and --kv-dir are given; one of them is enough")
-    if several and (kv is not None or kv_dir is not None):
-        raise ConfigError("--kv and --kv-dir are for one method and one budget; several are given")
+    if several and kv is not None:
+        raise ConfigError("--kv is for one method and one budget; several are given")
     text, asked = prompt_text(prompt, file), template.asked()
     if prompt is not None and len(prompt) < 256 and Path(prompt).is_file():
         warned(f"{prompt} is a file; its name is the prompt. --file {prompt} reads it.")
@@ -112,7 +109,7 @@ def generate(
     from kvthaw.answering import Answer, Prompts, shared_tokens
     from kvthaw.engine.chat_template import Chat, dates_of_kept, following, has_template, split_prompt
     from kvthaw.engine.hf import Cache
-    from kvthaw.engine.hf.kv_dir import KvDir, fill, keep, saved_tokens
+    from kvthaw.engine.hf.kept import fill, keep, saved_tokens
     from kvthaw.engine.hf.model import check_prompt, positions
     from kvthaw.evaluate.machine import now, versions
     from kvthaw.evaluate.variant import fork, whole
@@ -122,12 +119,12 @@ def generate(
     undecided = template.chat is None and asked is None
     if undecided:
         asked = Chat() if question and has_template(tokenizer) else None
-    questions, folder, dates = question or [""], None if kv_dir is None else KvDir(kv_dir, warned), dict[str, str]()
+    questions, dates = question or [""], dict[str, str]()
     if cut and (limit := positions(llm)) is not None:
         rest = max(sum(map(len, split_prompt(tokenizer, ".", following(".", one), asked))) for one in questions)
         text = cut_to(tokenizer, text, limit - rest - max_new_tokens)
     if asked is not None:
-        known = folder.prompts(llm) if folder else [] if kv is None else [saved_tokens(llm, kv, lambda _: None)]  # fill() warns
+        known = [] if kv is None else saved_tokens(llm, kv, lambda _: None)  # fill() warns
         dates = dates_of_kept(tokenizer, asked, known, text)
     parts = [split_prompt(tokenizer, text, following(text, one), asked, dates=dates) for one in questions]
     prompts = [before + after for before, after in parts]
@@ -141,19 +138,17 @@ def generate(
     if undecided and not as_json:  # nothing is refused any more
         tell_template(loading.model, tokenizer, taken=asked is not None)
     sampling = as_its_makers(sampling, drawing.given, llm)
-    start, once = now(llm.device), kv is None and kv_dir is None and len(prompts) == 1
+    start, once = now(llm.device), kv is None and len(prompts) == 1
     shared = prompts[0] if once else shared_tokens(parts)
-    taken = fill(cache, kv, shared, warned) if kv else folder.fill(cache, shared) if folder else 0
+    taken = 0 if kv is None else fill(cache, kv, shared, warned)
     source = Prompts(llm, cache, cache.settings.method if several else method, prompts, shared, taken, prefill_chunk)
     with ExitStack() as shown:
         show = Reading(shown)
         logits = source.read(show)
         show.end()
-        with waiting("saving") if kv or folder else nullcontext():
-            if kv is not None and not taken:
+        if kv is not None and not taken:
+            with waiting("saving"):
                 keep(cache, kv, shared, warned)
-            if folder is not None:
-                folder.keep(cache, list(shared), taken)
         for number, (own, after, kept) in enumerate(source.each(logits, show)):
             show.end()
             if (several or len(prompts) > 1) and questions[number] and not as_json:

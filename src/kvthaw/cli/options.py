@@ -131,13 +131,6 @@ def folder(name: str | Path) -> Path:
     return Path(name)
 
 
-KvDir = Annotated[
-    Path | None,
-    typer.Option(
-        "--kv-dir", help="Keep prompts' KV in this folder; a later prompt that begins with one of them prefills only the rest.",
-        parser=folder, metavar="DIRECTORY",
-    ),
-]  # fmt: skip
 Seed = Annotated[int, typer.Option("--seed", min=0, max=(1 << 63) - 1, help="Seed of all random choices.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
 Lines = Annotated[bool, typer.Option("--json", help="Print one JSON object a result and nothing else on stdout.")]

@@ -170,25 +170,20 @@ def following(document: str, question: str) -> str:
     return question if apart else f"\n{question}"
 
 
-def dates_of_kept(tokenizer: Any, chat: Chat, kept: Sequence[Sequence[int]], prompt: str) -> dict[str, str]:
-    """Return the date that a chat template should print, by format. Use the date of the saved prompt that shares most tokens
-    with this one, or today's if no saved prompt shares more.
+def dates_of_kept(tokenizer: Any, chat: Chat, kept: Sequence[int], prompt: str) -> dict[str, str]:
+    """Return the date that a chat template should print, by format: today's, or a saved prompt's if more tokens are shared then.
 
-    kept: tokens of saved prompts.
+    kept: tokens of the saved prompt, empty without one.
     """
     today = dates_of(tokenizer)
     draw, read = partial(chat.render, tokenizer), partial(encode, tokenizer)
     if not today or not kept:
         return today
     ids, start = read(draw(prompt, today)), len(read(opening(draw, today)))
-    best, most = today, max(common(one, ids) for one in kept)
-    for one in kept:
-        text = decode(tokenizer, one[: start + _DATED])
-        if (dates := dates_said(text, draw, today)) is not None:
-            at = len(read(opening(draw, dates)))
-            if (held := at + common(one[at:], ids[start:])) > most:
-                best, most = dates, held
-    return best
+    if (dates := dates_said(decode(tokenizer, kept[: start + _DATED]), draw, today)) is None:
+        return today
+    at = len(read(opening(draw, dates)))
+    return dates if at + common(kept[at:], ids[start:]) > common(kept, ids) else today
 
 
 def split_prompt(
