@@ -334,6 +334,8 @@ def test_what_a_batch_refuses(llama: PreTrainedModel) -> None:
     assert batch.step() == []
     with pytest.raises(ConfigError, match="the prompt is empty"):
         batch.join([])
+    with pytest.raises(ConfigError, match="a request has no option 'max_tokens'; there are max_new_tokens, stop, "):
+        batch.join(prompt(1, 9)[0], max_tokens=5)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="the prompt is text, 'What is the pass key'; it must be token ids"):
         batch.join("What is the pass key?")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="60 tokens and max_new_tokens is 5; a sequence has room for 64"):

@@ -228,6 +228,8 @@ def checked_spec(
     prompt: Tensor | Sequence[int], model: PreTrainedModel, capacity: int, vocabulary: int, **how: Unpack[RequestOptions]
 ) -> RequestSpec:
     """Return what is asked for, from a model with room for `capacity` tokens per sequence. Raises as `Batch.request` does."""
+    for name in how.keys() - RequestOptions.__annotations__:
+        raise ConfigError(f"a request has no option {name!r}; there are {', '.join(RequestOptions.__annotations__)}")
     max_new_tokens, sampling, tokenizer = how.get("max_new_tokens"), how.get("sampling", GREEDY), how.get("tokenizer")
     check_type(str, client=how.get("client", ""))
     if isinstance(prompt, str):
