@@ -18,7 +18,7 @@ KERNELS = {
     "fetch": ("_uva_gather",),
     "residency": ("_admit",),
     "query": (
-        *("_planes", "_signs", "_tiers", "_collide", "_bucket_topk", "_rerank", "_srht", "_count"),
+        *("_planes", "_signs", "_tiers", "_collide", "_bucket_topk", "_rerank", "_count"),
         *("_choose", "_mean", "_score", "_narrow", "_read"),
     ),
     "updates": (

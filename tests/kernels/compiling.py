@@ -72,12 +72,11 @@ def units(dtype: torch.dtype, dim: int) -> None:
 
 
 def rows(dtype: torch.dtype, dim: int) -> None:
-    from kvthaw.kernels import srht, uva_gather
+    from kvthaw.kernels import uva_gather
     from kvthaw.kernels.rerank import TILE, Estimates
     from kvthaw.kernels.row_format import E4M3, RowFormat
     from kvthaw.kernels.topk import Floor, launch, run_length
 
-    srht.launch(empty(50, dim, dtype=dtype), srht.make_rotation(dim, 0, device="meta"))
     slab, some = empty(2, HEADS, 90, 2, dim, dtype=dtype), empty(2, HEADS, 40)
     for format in (RowFormat(dim, dtype), E4M3(dim, dtype)):
         uva_gather.uva_gather(empty(2, 8, dtype=torch.int64), 1024, slab, some, some, 50, None, format)

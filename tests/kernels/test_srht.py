@@ -1,12 +1,10 @@
-"""The rotation: orthogonal, the same for a seed, and alike as butterfly, product and kernel."""
+"""The rotation: orthogonal, the same for a seed, and alike as butterfly and product."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from paris import poisoned
 
-from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels import srht as op
 from lab.ablated_codes import identity
 
@@ -48,16 +46,3 @@ def test_seeds_differ_and_repeat_and_the_identity_pads() -> None:
     plain = op.srht(x, identity(80))
     assert torch.equal(plain[:, :80], x)
     assert not plain[:, 80:].any()
-
-
-@pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
-@pytest.mark.parametrize("count", [0, 1, 63, 130])
-@pytest.mark.parametrize(
-    ("dim", "dtype"), [(8, torch.float32), (64, torch.bfloat16), (96, torch.float16), (256, torch.float32)]
-)
-def test_kernel(dim: int, dtype: torch.dtype, count: int, device: torch.device) -> None:
-    rotation = op.make_rotation(dim, 7, device=device)
-    x = torch.randn(count, dim + 8, device=device).to(dtype)[:, :dim]
-    with poisoned():
-        y = op.launch(x, rotation)
-    torch.testing.assert_close(y.cpu(), butterfly(x.cpu(), op.signs(dim, 7)), atol=5e-6, rtol=1e-5)

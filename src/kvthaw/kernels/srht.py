@@ -6,8 +6,8 @@ next, d'.
 
 Bytes and operations for 8 x 128k keys of 128 bf16: 268 MB read. The fast transform takes 7 x 128 additions and 7 x 128
 shuffles per key (0.9 G each). The product with the matrix of signs takes 2 x 128 x 128 operations per key: 34 G, 0.05 ms on
-the tensor cores of an H200. That is below the 0.06 ms of the reads, and each product is exact because the entries are +-1,
-so the kernel multiplies. Float32 vectors are multiplied as three bfloat16 parts.
+the tensor cores of an H200. That is below the 0.06 ms of the reads. Each product is exact, because the entries are +-1. So
+the kernel that encodes keys multiplies. Float32 vectors are multiplied as three bfloat16 parts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
-from kvthaw.kernels.gpu import by_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ def make_rotation(dim: int, seed: int, *, device: torch.device | str = "cpu") ->
     return Rotation(dim, width, width**-0.5, basis.to(device))
 
 
-def definition(x: Tensor, rotation: Rotation) -> Tensor:
+def srht(x: Tensor, rotation: Rotation) -> Tensor:
     """Rotate vectors [..., d] of any float dtype to [..., d'] float32."""
     basis = rotation.basis[: rotation.head_dim, : rotation.padded].float()
     y: Tensor = x.float() @ basis * rotation.scale
@@ -88,30 +87,3 @@ if HAS_TRITON:
         else:
             y = tl.dot(x, matrix)
         return y
-
-    @triton.jit
-    def _srht(x, basis, out, scale, count, stride, dim, PADDED: tl.constexpr, SQUARE: tl.constexpr, BLOCK: tl.constexpr,
-              UPCAST: tl.constexpr):  # fmt: skip
-        row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        i = tl.arange(0, SQUARE)
-        matrix = tl.load(basis + i[:, None] * SQUARE + i[None, :])
-        matrix = matrix.to(tl.float32).to(tl.bfloat16 if x.dtype.element_ty == tl.float32 else x.dtype.element_ty)
-        tile = tl.load(x + row[:, None] * stride + i[None, :], mask=(row < count)[:, None] & (i < dim)[None, :], other=0.0)
-        y = rotate_tile(tile, matrix, UPCAST) * scale
-        tl.store(out + row[:, None] * PADDED + i[None, :], y, mask=(row < count)[:, None] & (i < PADDED)[None, :])
-
-
-def launch(x: Tensor, rotation: Rotation) -> Tensor:
-    """Launch the kernel on any device; arguments and result as in `definition`."""
-    assert x.shape[-1] == rotation.head_dim, f"vectors are {x.shape[-1]} wide"
-    flat, square = x.reshape(-1, x.shape[-1]).contiguous(), rotation.basis.shape[0]
-    out = torch.empty((len(flat), rotation.padded), dtype=torch.float32, device=x.device)
-    if len(flat):
-        _srht[(triton.cdiv(len(flat), 64),)](
-            flat, rotation.basis, out, rotation.scale, len(flat), flat.stride(0), rotation.head_dim,
-            PADDED=rotation.padded, SQUARE=square, BLOCK=64, UPCAST=x.device.type == "cpu",
-        )  # fmt: skip
-    return out.view(*x.shape[:-1], rotation.padded)
-
-
-srht = by_device(launch, definition)
