@@ -88,14 +88,32 @@ class EachHeadCodesIndex(CodesIndex, tested=True):
         own = [self.best(head.flatten(1, 2).contiguous(), budget // group).rows for head in heads]
         return Selection(*joined(torch.stack(own, dim=2), budget), partial=self.attention(query))
 
-    def candidates(self, query: Tensor, budget: int) -> Tensor:
-        """Return the candidates of all heads, without repeats, in descending order."""
-        group = self.context.group
-        heads = query.unflatten(1, (self.context.kv_heads, group, -1)).unbind(dim=2)
-        each = [super(EachHeadCodesIndex, self).candidates(head.flatten(1, 2).contiguous(), budget // group) for head in heads]
-        every = torch.cat(each, dim=2).sort(dim=2, descending=True).values
-        again = torch.nn.functional.pad(every[..., 1:] == every[..., :-1], (1, 0))
-        return every.masked_fill(again, -1).sort(dim=2, descending=True).values
+
+def candidates(index: CodesIndex, query: Tensor, budget: int) -> Tensor:
+    """Return the rows that the collisions leave for the codes to rank: index.select(query, budget) selects a subset of them.
+
+    query: [B, Hq, D].
+
+    A region of n tokens has ceil(beta n) candidates or the fixed number, at least budget and at most n. A sequence below
+    dense_below has none. Only the number of candidates on the device changes, as in a select of the same budget.
+
+    Returns [B, H, width] int32, token positions in ascending order, padded with -1. Candidates of heads that choose alone come
+    without repeats, in descending order. Raises ConfigError as select does.
+    """
+    index.join()
+    if not isinstance(index, EachHeadCodesIndex):
+        return _together(index, query, budget)
+    heads = query.unflatten(1, (index.context.kv_heads, index.context.group, -1)).unbind(dim=2)
+    each = [_together(index, head.flatten(1, 2).contiguous(), budget // len(heads)) for head in heads]
+    every = torch.cat(each, dim=2).sort(dim=2, descending=True).values
+    again = torch.nn.functional.pad(every[..., 1:] == every[..., :-1], (1, 0))
+    return every.masked_fill(again, -1).sort(dim=2, descending=True).values
+
+
+def _together(index: CodesIndex, query: Tensor, budget: int) -> Tensor:
+    _, (places, _), wanted = index.collect(query, budget)
+    known = torch.arange(places.shape[2], device=places.device) < wanted[:, None]
+    return torch.where(known[:, None], places + index.first, -1)
 
 
 def identity(dim: int, device: torch.device | str = "cpu") -> Rotation:

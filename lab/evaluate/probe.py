@@ -18,6 +18,7 @@ from kvthaw.evaluate.probe import Observer, exact_scores, sparse_bias, stored_ro
 from kvthaw.evaluate.results import mean
 from kvthaw.index.codes import CodesIndex
 from kvthaw.kernels.merge import merge
+from lab import ablated_codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,4 +222,4 @@ def _candidates(layer: OffloadedLayer, seq: int, query: Tensor) -> Tensor | None
     index = layer.retriever.index
     if not isinstance(index, CodesIndex):
         return None
-    return index.candidates(query.expand(seq + 1, -1, -1).contiguous(), layer.plan.rows)[seq]
+    return ablated_codes.candidates(index, query.expand(seq + 1, -1, -1).contiguous(), layer.plan.rows)[seq]

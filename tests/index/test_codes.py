@@ -20,6 +20,7 @@ from kvthaw.kernels import HAS_TRITON, bucket_topk, collide, encode, planes, rer
 from kvthaw.kernels.query import in_bytes, rotate_queries
 from kvthaw.kernels.srht import srht
 from kvthaw.regions import Regions
+from lab.ablated_codes import candidates
 
 SINK = 4
 DEFAULT = {"graded": True, "centre": True, "code_bits": 3}
@@ -259,7 +260,7 @@ def test_keys_far_from_the_origin_are_told_apart_by_their_centre() -> None:
         index = make(group=1, **options)
         fill(index, 0, keys)
         index.reorder([0] * 8)
-        found = index.candidates(query, 100)
+        found = candidates(index, query, 100)
         assert ((found >= 0).sum(dim=2) == 300).all()
         return float((found[..., None] == exact[:, :, None]).any(dim=2).float().mean())
 
@@ -290,7 +291,7 @@ def test_candidates_are_what_is_chosen_from() -> None:
     for seq, n in enumerate((400, 7, 0)):
         fill(index, seq, keys[seq, :, :n])
     query = torch.randn(3, 2, 64)
-    found, again = index.candidates(query, 10), index.select(query, 10)
+    found, again = candidates(index, query, 10), index.select(query, 10)
     assert (found.dtype, found.shape[:2]) == (torch.int32, (3, 2))
     assert ((found >= 0).sum(dim=2) == torch.tensor([100, 7, 0])[:, None]).all()
     for seq, head in itertools.product(range(3), range(2)):
@@ -314,7 +315,7 @@ def test_looking_at_candidates_changes_nothing() -> None:
     fill(index, 0, torch.randn(2, 400, 64))
     query = torch.randn(1, 4, 64)
     before, rows = {name: tensor.clone() for name, tensor in index.tables.items()}, index.select(query, 10).rows
-    index.candidates(query, 10)
+    candidates(index, query, 10)
     assert torch.equal(index.select(query, 10).rows, rows)
     assert all(torch.equal(a, b) for name, a in before.items() if name != "wanted" for b in [index.tables[name]])
 
@@ -323,7 +324,7 @@ def test_a_sequence_attended_to_whole_has_no_candidates() -> None:
     index = make(seqs=2, dense_below=64)
     fill(index, 0, torch.randn(2, 100, 64))
     fill(index, 1, torch.randn(2, 50, 64))
-    found = index.candidates(torch.randn(2, 4, 64), 10)
+    found = candidates(index, torch.randn(2, 4, 64), 10)
     assert ((found >= 0).sum(dim=2) == torch.tensor([50, 0])[:, None]).all()
 
 
@@ -356,7 +357,7 @@ def bad(**options: Any) -> Callable[[], Any]:
         (bad(policy="union"), "policy is 'union'"),
         (bad(dense_below=-1), "dense_below is -1"),
         (lambda: make(ratios=Ratios(candidates=50)).select(torch.randn(1, 4, 64), 51), "candidates is 50"),
-        (lambda: make(ratios=Ratios(candidates=50)).candidates(torch.randn(1, 4, 64), 51), "candidates is 50"),
+        (lambda: candidates(make(ratios=Ratios(candidates=50)), torch.randn(1, 4, 64), 51), "candidates is 50"),
         (bad(rows=51, ratios=Ratios(candidates=50)), "candidates is 50; it must be at least the 51 rows"),
         (lambda: Ratios(rho=0.1, beta=0.2), "rho is 0.1 and beta is 0.2; rho must be at least beta"),
         (lambda: Ratios(beta=0.4), "rho is 0.3 and beta is 0.4; rho must be at least beta; give both"),

@@ -185,11 +185,10 @@ class CodesIndex(TablesOnDevice, Index, tested=True):
 
     def best(self, query: Tensor, budget: int) -> Selection:
         """Select the rows [B, H, budget] of the best estimates, ascending, -1 padded."""
-        self._enough(budget)
         floor, scale = None, self.context.scale
         if self._least is not None:
             floor = Floor(self._least, self._held(query), self.tables["lengths"][: len(query)], budget)
-        rotated, (candidates, marks), wanted = self._collect(query, budget)
+        rotated, (candidates, marks), wanted = self.collect(query, budget)
         run = run_length(candidates.shape[2], budget) or TILE
         found = rerank(rotated, self.summaries, candidates, wanted, self.quantizer, scale, run)
         selected = topk(found, candidates, wanted, budget, self.first, scale, self._merge, floor)
@@ -210,26 +209,10 @@ class CodesIndex(TablesOnDevice, Index, tested=True):
         how: dict[str, Any] = {"regions": self.context.regions, "scale": self.context.scale}
         return held_mass(query, keys, now.lengths[:batch], now.starts[:batch], centre, **how)
 
-    def candidates(self, query: Tensor, budget: int) -> Tensor:
-        """Return the rows that the collisions leave for the codes to rank: select(query, budget) selects a subset of them.
-
-        query: [B, Hq, D].
-
-        A region of n tokens has ceil(beta n) candidates or the fixed number, at least budget and at most n. A sequence
-        below dense_below has none. For measurements: only the number of candidates on the device changes, as in a select of
-        the same budget.
-
-        Returns [B, H, width] int32, token positions in ascending order, padded with -1. Raises ConfigError as select does.
-        """
-        self.join()
-        self._enough(budget)
-        _, (places, _), wanted = self._collect(query, budget)
-        known = torch.arange(places.shape[2], device=places.device) < wanted[:, None]
-        return torch.where(known[:, None], places + self.first, -1)
-
-    def _collect(self, query: Tensor, budget: int) -> tuple[Rotated, tuple[Tensor, Tensor], Tensor]:
+    def collect(self, query: Tensor, budget: int) -> tuple[Rotated, tuple[Tensor, Tensor], Tensor]:
         """Run the first stage. Returns rotated queries [B, H, P, 8, subspaces], candidates [B, H, width] with their marks, and how
-        many of them each sequence uses [B]."""
+        many of them each sequence uses [B]. Raises ConfigError as select does."""
+        self._enough(budget)
         batch = query.shape[0]
         self.make_room(batch, 0)
         if budget != self._k:
