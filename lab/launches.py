@@ -19,7 +19,7 @@ KERNELS = {
     "residency": ("_admit",),
     "query": (
         *("_planes", "_signs", "_tiers", "_collide", "_bucket_topk", "_rerank", "_count"),
-        *("_choose", "_mean", "_score", "_narrow", "_read"),
+        *("_choose", "_score", "_narrow", "_read"),
     ),
     "updates": (
         *("_encode", "_freeze", "_interleave", "_extend", "_stream_keys", "_denominators", "_mass", "_page_bounds"),

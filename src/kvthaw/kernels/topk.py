@@ -9,8 +9,8 @@ per load. At 1M tokens, with runs of 32, it reads 53 and 64 KB of 1.7 MB. The k-
 narrowing an interval: each round counts the numbers above two thresholds in it, until exactly k are above. That takes 9
 rounds of 0.15 us. The second search starts at the k-th peak, which leaves few more than k candidates, and takes half the
 rounds. A sort would touch each candidate 17 times. With eight programs there is one warp per scheduler, so the time is the
-number of dependent instructions: numbers have 32 bits and all loads are issued at once. With "mean" an earlier launch adds
-up the heads' weights, because a run's largest sum does not follow from its peaks.
+number of dependent instructions: numbers have 32 bits and all loads are issued at once. With "mean" torch adds up the heads'
+weights before the launch, because a run's largest sum does not follow from its peaks.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from kvthaw.kernels.chain import dependent
 from kvthaw.kernels.rerank import TILE, Estimates
 
 Merge = Literal["max", "mean"]
+"""How the query heads of a group agree on candidates: by the largest or the mean of their softmax weights."""
 MOST = 16384
 """Maximum number of runs, and of candidates in chosen runs, that a program holds; torch sorts if there are more."""
 PER_WARP = 256
@@ -236,33 +237,6 @@ if HAS_TRITON:
         tl.store(rows + pair * k + rest, tl.full((KP,), -1, tl.int32), mask=(rest >= want) & (rest < k))
         tl.store(counts + pair, want)
 
-    @triton.jit
-    def _mean(scores, parts, wanted, held, merged, peaks, heads, width, runs, scale, P: tl.constexpr, PP: tl.constexpr,
-              SPLITS: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, FLOOR: tl.constexpr,
-              PDL: tl.constexpr):  # fmt: skip
-        # Program: the summed weights of BLOCK candidates, in logs, and the peaks of those.
-        seq = tl.program_id(2)
-        pair = (seq * heads + tl.program_id(1)).to(tl.int64)
-        count = tl.load(wanted + seq)
-        block = tl.program_id(0)
-        follow(PDL)
-        if block * BLOCK < count:
-            total = _total(parts + pair * P * SPLITS * 2, P, PP, SPLITS)
-            total = _with_held(total, held + pair * P, P, PP, FLOOR)
-            m = block * BLOCK + tl.arange(0, BLOCK)
-            live = m < count
-            weight = tl.full((BLOCK,), float("-inf"), tl.float32)
-            for p in tl.static_range(P):
-                one = tl.sum(tl.where(tl.arange(0, PP) == p, total, 0.0))
-                logit = tl.load(scores + (pair * P + p) * width + m, mask=live, other=float("-inf")) * scale - one
-                high = tl.maximum(weight, logit)
-                safe = tl.where(high == float("-inf"), 0.0, high)
-                weight = high + tl.log(tl.maximum(tl.exp(weight - safe) + tl.exp(logit - safe), 1.0e-30))
-            tl.store(merged + pair * width + m, weight, mask=live)
-            run = block * (BLOCK // RUN) + tl.arange(0, BLOCK // RUN)
-            peak = tl.max(tl.reshape(weight, (BLOCK // RUN, RUN)), axis=1)
-            tl.store(peaks + pair * runs + run, peak, mask=run < runs)
-
 
 def launch(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: int, scale: float, policy: Merge,
            floor: Floor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -280,14 +254,9 @@ def launch(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: 
     held, lengths = (found.parts, wanted) if floor is None else (floor.held, floor.lengths)
     assert held.is_contiguous() and lengths.dtype == torch.int32 and lengths.stride(0) == 1
     if policy == "mean" and not plain:
-        merged = torch.empty((batch, heads, 1, width), dtype=torch.float32, device=scores.device)
-        peaks = torch.empty((batch, heads, 1, runs), dtype=torch.float32, device=scores.device)
-        _mean[(triton.cdiv(width, 1024), heads, batch)](
-            scores, found.parts, wanted, held, merged, peaks, heads, width, runs, scale, P=scored,
-            PP=triton.next_power_of_2(scored), SPLITS=found.parts.shape[3], RUN=run, BLOCK=1024, num_warps=4,
-            FLOOR=floor is not None, **follows,
-        )  # fmt: skip
-        scores, scored, plain = merged, 1, True
+        live = torch.arange(width, device=scores.device) < wanted[:batch, None, None, None]
+        summed = merge(scores.masked_fill(~live, -torch.inf), scale, policy, None if floor is None else held)
+        scores, peaks, scored, plain = summed[:, :, None], summed.unflatten(2, (runs, run)).amax(dim=3), 1, True
     chosen, rows = torch.empty((2, batch, heads, k), dtype=torch.int32, device=candidates.device).unbind()
     counts = torch.empty((batch, heads), dtype=torch.int32, device=candidates.device)
     bound, whole = (0, 0) if floor is None else (_ordered(floor.least), floor.whole)
