@@ -72,7 +72,7 @@ class LearnedCodesIndex(PlainCodesIndex, tested=True):
         similarity = torch.einsum("lhpjb,lhbcj->lhpbc", rotated.values, self.tables["learned"][:batch])
         votes = definition(similarity, self.summaries.sizes[:batch], self.tables["limits"][:batch])
         totals.zero_()
-        return rotated, pack(votes, self._combine)
+        return rotated, pack(votes)
 
 
 class EachHeadCodesIndex(CodesIndex, tested=True):

@@ -89,7 +89,7 @@ def measure(
     every = torch.nn.functional.pad(every, (0, width - n), value=-1).contiguous()
     for query in queries[:, None]:
         totals = torch.empty((1, heads, BINS), dtype=torch.int32, device=keys.device)
-        rotated, bits = planes(query.contiguous(), index.rotation, heads, totals, mean=False, combine="max")
+        rotated, bits = planes(query.contiguous(), index.rotation, heads, totals, mean=False)
         votes = _scores(signs(bits, now.ids, data["lengths"], totals))[0, :, :n]
         codes = _scores(rerank(rotated, now, every, torch.full_like(data["lengths"], n), index.quantizer, scale))[0, ..., :n]
         logits = torch.einsum("hgd,hnd->hgn", query[0].unflatten(0, (heads, group)).float(), keys.float())

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import IndexContext
-from kvthaw.index.codes import CodesIndex
-from kvthaw.index.tokens import Policy
+from kvthaw.index.codes import CodesIndex, Policy
 from kvthaw.kernels import bucket_topk as bucket
 from kvthaw.kernels import collide as collision
 from kvthaw.kernels import encode as encoding
@@ -61,7 +60,6 @@ def lines(*, quick: bool, codes: bool) -> Iterator[dict[str, Any]]:
     for paper in (True, False):
         yield select_time("max", 1 << 17, paper=paper)
     yield select_time("mean_query", 1 << 17)
-    yield select_time("mean", 1 << 17)
     for batch in () if quick else (4, 16):
         yield from steps(batch)
 
@@ -162,13 +160,13 @@ class Chain:
         self.made = self.rerank(self.now)
 
     def tiers(self, one: encoding.Summaries) -> tuple[turning.Rotated, Tensor]:
-        return tiering.launch(self.query, self.index.rotation, one.sizes, self.limits, self.totals, mean=False, combine="max")
+        return tiering.launch(self.query, self.index.rotation, one.sizes, self.limits, self.totals, mean=False)
 
     def planes(self, one: encoding.Summaries) -> tuple[turning.Rotated, Tensor]:
-        return rounding.launch(self.query, self.index.rotation, HEADS, self.totals, mean=False, combine="max")
+        return rounding.launch(self.query, self.index.rotation, HEADS, self.totals, mean=False)
 
     def collide(self, one: encoding.Summaries) -> collision.Scores:
-        return collision.launch(self.table, one.ids, self.lengths, self.totals, "max", 0)
+        return collision.launch(self.table, one.ids, self.lengths, self.totals, 0)
 
     def signs(self, one: encoding.Summaries) -> object:
         return signing.launch(self.bits, one.ids, self.lengths, self.totals)
@@ -205,13 +203,13 @@ class Chain:
         agree(turned.values, want, "tiers: rotated queries", 1e-5)
         agree(self.rotated.rounded(), turning.in_bytes(want).rounded(), "planes: queries in bytes", 1e-3)
         votes = tiering.definition(tiering.similarities(turned.values), now.sizes, self.limits)
-        demand(torch.equal(table, tiering.pack(votes, "max")), "tiers: votes differ")
+        demand(torch.equal(table, tiering.pack(votes)), "tiers: votes differ")
         subs = now.ids.shape[2]
-        numbers = rounding.unpack(rounding.pack(rounding.coarse(self.rotated.values, "max")), subs)
+        numbers = rounding.unpack(rounding.pack(rounding.coarse(self.rotated.values)), subs)
         off = float((rounding.unpack(self.bits, subs) != numbers).float().mean())
         demand(off < 0.01, f"planes: {off:.4f} of the coordinates differ")  # just about half of a step
         plain = {
-            "collide": collision.definition(self.table, now.ids, "max", 0),
+            "collide": collision.definition(self.table, now.ids, 0),
             "signs": signing.definition(self.bits, now.ids),
         }
         for name, found in (("collide", self.collide(now)), ("signs", self.got)):
@@ -250,8 +248,8 @@ class Chain:
         real, estimates = self.chosen[:, :, :want].contiguous(), self.made.scores[..., :want].contiguous()
         return {
             "tiers": lambda one: tiering.definition(tiering.similarities(self.rotated.values), one.sizes, self.limits),
-            "collide": lambda one: collision.definition(self.table, one.ids, "max", 0),
-            "planes": lambda one: rounding.pack(rounding.coarse(self.rotated.values, "max")),
+            "collide": lambda one: collision.definition(self.table, one.ids, 0),
+            "planes": lambda one: rounding.pack(rounding.coarse(self.rotated.values)),
             "signs": lambda one: signing.definition(self.bits, one.ids),
             "bucket_topk": lambda one: torch.topk(scores.int(), want, dim=2),
             "rerank": lambda one: reranking.definition(self.rotated, one, real, self.index.quantizer),

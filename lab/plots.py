@@ -89,7 +89,6 @@ def recall(length: int = 32768) -> Figure:
         "learned, no rotation": f"{paper}-ablated:centroids=learned:rotate=False",
         "learned, keys not normalised": f"{paper}-ablated:centroids=learned:normalise=False",
         "learned, neither": f"{paper}-ablated:centroids=learned:rotate=False:normalise=False",
-        "group by mean": "pariskv-plus:policy=mean",
         "group by mean_query": "pariskv-plus:policy=mean_query",
     }
     for place, method in enumerate(shown.values()):

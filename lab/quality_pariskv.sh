@@ -15,7 +15,7 @@ grid=$paper:rho=0.05:beta=0.05,$paper:rho=0.2:beta=0.05,$paper:rho=0.5:beta=0.05
 grid+=,$paper:rho=0.5:beta=0.1,$paper:rho=0.2:beta=0.2,$paper:rho=0.3:beta=0.2,$paper:rho=0.5:beta=0.2,$paper:rho=0.3:beta=0.3,$paper:rho=0.5:beta=0.3
 votes=$paper:votes=binary,pariskv-plus-ablated:votes=tiered,pariskv-plus:centre=False
 for beta in 0.05 0.1 0.125 0.15 0.2; do votes+=,pariskv-plus:beta=$beta; done
-policies=pariskv-plus:policy=mean,pariskv-plus:policy=mean_query,$paper:policy=mean,pariskv:preset=code
+policies=pariskv-plus:policy=mean_query,pariskv:preset=code
 plain=$paper-ablated:rotate=False,$paper-ablated:centroids=learned,$paper-ablated:centroids=learned:rotate=False
 plain+=,$paper-ablated:centroids=learned:normalise=False,$paper-ablated:centroids=learned:rotate=False:normalise=False
 recall=pariskv-plus,$paper,$grid,$votes,$policies,$plain

@@ -113,16 +113,16 @@ def _pairs(device: torch.device, size: int, heads: int = 8, dim: int = 128, k: i
     lengths, wanted = (torch.tensor([n], dtype=torch.int32, device=device) for n in (size, max(k, size // 10)))
     limits = torch.tensor([[size * i // 30 for i in range(1, 7)]], dtype=torch.int32, device=device)
     totals = torch.zeros((1, heads, collide.BINS), dtype=torch.int32, device=device)
-    rotated, table = tiers(query, rotation, counted, limits, totals, mean=False, combine="max")
-    scores = collide.collide(table, ids, lengths, totals, "max", 0)
+    rotated, table = tiers(query, rotation, counted, limits, totals, mean=False)
+    scores = collide.collide(table, ids, lengths, totals, 0)
     width = -(-int(wanted) // rerank.TILE) * rerank.TILE
     candidates, _ = bucket_topk(scores, lengths, wanted, width)
     plain = scores if isinstance(scores, Tensor) else scores.scores
     exact = torch.topk(plain.int(), int(wanted), dim=2).indices.int()
     pairs: dict[str, tuple[Call, Call]] = {
         "collision": (
-            lambda: collide.collide(table, ids, lengths, totals.zero_(), "max", 0),
-            partial(collide.definition, table, ids, "max", 0),
+            lambda: collide.collide(table, ids, lengths, totals.zero_(), 0),
+            partial(collide.definition, table, ids, 0),
         ),
         "bucket_topk": (
             partial(bucket_topk, scores, lengths, wanted, width),

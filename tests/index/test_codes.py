@@ -77,7 +77,7 @@ def same(a: CodesIndex, b: CodesIndex) -> None:
             assert torch.equal(a.tables[name][seq], b.tables[name][seq])
 
 
-@pytest.mark.parametrize("policy", ["max", "mean", "mean_query"])
+@pytest.mark.parametrize("policy", ["max", "mean_query"])
 @pytest.mark.parametrize(("dim", "group"), [(64, 1), (80, 4), (96, 1), (256, 4)])
 def test_recall_with_all_candidates_is_limited_by_the_codes_alone(policy: str, dim: int, group: int) -> None:
     index = make(dim=dim, group=group, policy=policy, ratios=Ratios(rho=1.0, beta=1.0))
@@ -86,7 +86,6 @@ def test_recall_with_all_candidates_is_limited_by_the_codes_alone(policy: str, d
     scores = torch.einsum("bhgd,hnd->bhgn", query.reshape(1, 2, group, dim), keys) * dim**-0.5
     weight = {
         "max": lambda s: torch.log_softmax(s, dim=3).amax(dim=2),
-        "mean": lambda s: torch.softmax(s, dim=3).mean(dim=2),
         "mean_query": lambda s: s.mean(dim=2),
     }[policy](scores)
     best = (weight.topk(100, dim=2).indices + SINK).flatten(0, 1).tolist()
@@ -355,6 +354,7 @@ def bad(**options: Any) -> Callable[[], Any]:
     [
         (bad(dim=4), "head_dim is 4"),
         (bad(policy="union"), "policy is 'union'"),
+        (bad(policy="mean"), "policy is 'mean'; it must be one of max, mean_query"),
         (bad(dense_below=-1), "dense_below is -1"),
         (lambda: make(ratios=Ratios(candidates=50)).select(torch.randn(1, 4, 64), 51), "candidates is 50"),
         (lambda: candidates(make(ratios=Ratios(candidates=50)), torch.randn(1, 4, 64), 51), "candidates is 50"),
@@ -370,7 +370,7 @@ def test_bad_input_is_named(call: Callable[[], Any], words: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("policy", ["max", "mean", "mean_query"])
+@pytest.mark.parametrize("policy", ["max", "mean_query"])
 @pytest.mark.parametrize("options", [{}, DEFAULT, {"dense_below": 5600}])
 def test_a_captured_select_replays_as_the_region_grows(policy: str, options: dict[str, Any]) -> None:
     index = make(seqs=2, group=4, dim=128, dtype=torch.bfloat16, device="cuda", policy=policy, **options)
@@ -416,7 +416,7 @@ def test_the_device_selects_what_the_cpu_selects(options: dict[str, Any]) -> Non
 @pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
 @pytest.mark.parametrize(
     ("dim", "group", "policy", "lengths", "options"),
-    [(16, 2, "mean", (256, 63), {}), (24, 1, "mean_query", (256,), {}), (24, 2, "max", (256,), DEFAULT)],
+    [(16, 2, "max", (256, 63), {}), (24, 1, "mean_query", (256,), {}), (24, 2, "max", (256,), DEFAULT)],
 )
 def test_kernels_in_a_row_select_what_the_definitions_select(
     dim: int,

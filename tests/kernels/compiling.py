@@ -172,9 +172,9 @@ def codes(dtype: torch.dtype, dim: int) -> None:
         subs, totals = rotation.padded // 8, empty(3, HEADS, 128)
         summaries, quantizer = quantized(3, subs, 4)
         query = empty(3, HEADS * GROUP, width, dtype=dtype)
-        _, votes = tiers.launch(query, rotation, summaries.sizes, empty(3, 6), totals, mean=False, combine="max")
-        collide.launch(votes, summaries.ids, empty(3), totals, "max", 0)
-        rotated, bits = planes.launch(query, rotation, HEADS, totals, mean=False, combine="max")
+        _, votes = tiers.launch(query, rotation, summaries.sizes, empty(3, 6), totals, mean=False)
+        collide.launch(votes, summaries.ids, empty(3), totals, 0)
+        rotated, bits = planes.launch(query, rotation, HEADS, totals, mean=False)
         found = signs.launch(bits, summaries.ids, empty(3), totals)
         bucket_topk.launch(found, empty(3), empty(3), 640)
         for run in (64, 8) if width == dim else ():
@@ -193,7 +193,7 @@ def elsewhere(dtype: torch.dtype, dim: int) -> None:
     rotation, totals = make_rotation(dim, 0, device="meta"), empty(3, HEADS, 128)
     subs = rotation.padded // 8
     query = empty(3, HEADS * GROUP, dim, dtype=dtype)
-    rotated, bits = planes.launch(query, rotation, HEADS, totals, mean=False, combine="max")
+    rotated, bits = planes.launch(query, rotation, HEADS, totals, mean=False)
     signs.launch(bits, empty(3, HEADS, subs, 4096, dtype=torch.uint8), empty(3), totals)
     for form in (4, 3):
         summaries, quantizer = quantized(3, subs, form)

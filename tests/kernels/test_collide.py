@@ -16,11 +16,10 @@ pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 RAGGED, PADDED, CHUNKS = (16, 1, (0, 63)), (24, 1, (100,)), (8, 5, (2100,))
-CASES = [  # shape, how a group's votes combine, whether its mean query stands for all
-    *((shape, "max", False) for shape in SHAPES if torch.cuda.is_available() or shape[0] == 8),
-    *(((*shape, torch.float16), "max", False) for shape in (RAGGED, CHUNKS)),
-    (SHAPES[4], "sum", False),
-    ((*PADDED, torch.bfloat16), "sum", True),
+CASES = [  # shape, whether a group's mean query stands for all
+    *((shape, False) for shape in SHAPES if torch.cuda.is_available() or shape[0] == 8),
+    *(((*shape, torch.float16), False) for shape in (RAGGED, CHUNKS)),
+    ((*PADDED, torch.bfloat16), True),
 ]
 """The interpreter takes a tenth of a second for every query head and 8 dimensions: shapes of fewer where a GPU takes all."""
 
@@ -64,46 +63,43 @@ def test_collisions_cover_rho() -> None:
         assert int(case.limits[0, 5]) <= covered < int(case.limits[0, 5]) + int(size.max())
 
 
-@pytest.mark.parametrize("combine", ["max", "sum"])
-def test_scores_by_hand(combine: tiers.Combine) -> None:
+def test_scores_by_hand() -> None:
     votes = torch.randint(0, 7, (2, 1, 5, 8, 256), dtype=torch.int32)
     ids = torch.randint(0, 256, (2, 1, 8, 40), dtype=torch.uint8)
-    cut = op.shift(tiers.most_votes(8, 5, combine))
-    scores = op.definition(tiers.pack(votes, combine), ids, combine, cut)
+    cut = op.shift(tiers.most_votes(8))
+    scores = op.definition(tiers.pack(votes), ids, cut)
     by_head = votes.gather(4, ids[:, :, None].long().expand(-1, -1, 5, -1, -1)).sum(dim=3)
-    assert torch.equal(scores, by_head.amax(dim=2) if combine == "max" else by_head.sum(dim=2).int() >> 1)
-    assert (cut, tiers.most_votes(8, 5, combine)) == ((0, 48) if combine == "max" else (1, 240))
+    assert torch.equal(scores, by_head.amax(dim=2))
+    assert (cut, tiers.most_votes(8)) == (0, 48)
 
 
 def test_the_most_votes_fit_their_bytes() -> None:
     votes = torch.full((1, 1, 8, 32, 256), 6, dtype=torch.int32)
     ids = torch.zeros((1, 1, 32, 3), dtype=torch.uint8)
-    assert op.definition(tiers.pack(votes, "max"), ids, "max", 0).tolist() == [[[192] * 3]]
+    assert op.definition(tiers.pack(votes), ids, 0).tolist() == [[[192] * 3]]
     assert [op.shift(most) for most in (192, 96, 127, 128, 384, 1023)] == [1, 0, 0, 1, 2, 3]
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
-@pytest.mark.parametrize(("shape", "combine", "mean"), CASES)
-def test_kernels(
-    shape: tuple[int, int, tuple[int, ...], torch.dtype], combine: tiers.Combine, mean: bool, device: torch.device
-) -> None:
+@pytest.mark.parametrize(("shape", "mean"), CASES)
+def test_kernels(shape: tuple[int, int, tuple[int, ...], torch.dtype], mean: bool, device: torch.device) -> None:
     dim, group, lengths, dtype = shape
     case = Case(dim, group, lengths, dtype, device)
     found = case.summaries
-    cut = op.shift(tiers.most_votes(found.ids.shape[2], 1 if mean else group, combine))
+    cut = op.shift(tiers.most_votes(found.ids.shape[2]))
     totals = torch.full((len(lengths), case.heads, op.BINS), 99, dtype=torch.int32, device=device)
     with poisoned():
-        rotated, table = tiers.launch(case.query, case.rotation, found.sizes, case.limits, totals, mean=mean, combine=combine)
+        rotated, table = tiers.launch(case.query, case.rotation, found.sizes, case.limits, totals, mean=mean)
     assert not totals.any()
     want = rotate_queries(case.query.cpu(), case.heads, make_rotation(dim, SEED), mean=mean)
     torch.testing.assert_close(rotated.values.cpu(), want, atol=5e-6, rtol=1e-5)
     check_bytes(rotated)
     # ranked from the kernel's own numbers, so that only its ranking is judged
     votes = tiers.definition(tiers.similarities(rotated.values), found.sizes, case.limits)
-    assert torch.equal(table, tiers.pack(votes, combine))
-    want_scores = op.definition(table, found.ids, combine, cut)
+    assert torch.equal(table, tiers.pack(votes))
+    want_scores = op.definition(table, found.ids, cut)
     with poisoned():
-        scores = op.launch(table, found.ids, case.lengths, totals.zero_(), combine, cut)
+        scores = op.launch(table, found.ids, case.lengths, totals.zero_(), cut)
     for seq, n in enumerate(lengths):
         assert torch.equal(scores.scores[seq, :, :n].int(), want_scores[seq, :, :n])
         one_hot = torch.nn.functional.one_hot(want_scores[seq, :, :n].long(), op.BINS).sum(dim=1)
@@ -113,19 +109,18 @@ def test_kernels(
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
-@pytest.mark.parametrize(("subs", "group", "combine"), [(32, 5, "max"), (8, 5, "sum")])
-def test_scores_kernel_drops_low_bits(subs: int, group: int, combine: tiers.Combine, device: torch.device) -> None:
+def test_scores_kernel_drops_low_bits(device: torch.device) -> None:
     """Where there are more votes than scores, of more subspaces than a program takes at once."""
     lengths = torch.tensor([op.CHUNK + 3, 0], dtype=torch.int32, device=device)
-    votes = torch.randint(0, 7, (2, 1, group, subs, 256), dtype=torch.int32)
-    table = tiers.pack(votes, combine).to(device)
-    ids = torch.randint(0, 256, (2, 1, subs, 2 * op.CHUNK), dtype=torch.uint8).to(device)
+    votes = torch.randint(0, 7, (2, 1, 5, 32, 256), dtype=torch.int32)
+    table = tiers.pack(votes).to(device)
+    ids = torch.randint(0, 256, (2, 1, 32, 2 * op.CHUNK), dtype=torch.uint8).to(device)
     totals = torch.zeros((2, 1, op.BINS), dtype=torch.int32, device=device)
-    cut = op.shift(tiers.most_votes(subs, group, combine))
+    cut = op.shift(tiers.most_votes(32))
     assert cut == 1
     with poisoned():
-        found = op.launch(table, ids, lengths, totals, combine, cut)
-    assert torch.equal(found.scores[0, :, : op.CHUNK + 3].int(), op.definition(table, ids, combine, cut)[0, :, : op.CHUNK + 3])
+        found = op.launch(table, ids, lengths, totals, cut)
+    assert torch.equal(found.scores[0, :, : op.CHUNK + 3].int(), op.definition(table, ids, cut)[0, :, : op.CHUNK + 3])
     assert totals[:, 0, 0].tolist() == [op.CHUNK + 3, 0]
 
 
@@ -145,9 +140,9 @@ def test_tiers_kernel_at_its_edges(device: torch.device) -> None:
     limits = (count[:, None] * torch.tensor([0.05, 0.15, 0.3, 0.5, 0.75, 1.0], device=device)).int()
     totals = torch.full((5, 1, 64), 99, dtype=torch.int32, device=device)
     with poisoned():
-        rotated, table = tiers.launch(query, rotation, sizes, limits, totals, mean=False, combine="max")
+        rotated, table = tiers.launch(query, rotation, sizes, limits, totals, mean=False)
     votes = tiers.definition(tiers.similarities(rotated.values), sizes, limits)
-    assert torch.equal(table, tiers.pack(votes, "max"))
+    assert torch.equal(table, tiers.pack(votes))
     assert (votes[0, 0, 0][:, behind[0, 0]] > 0).any()
     assert (votes[1] == 6).all()
     assert not votes[4].any()

@@ -27,9 +27,7 @@ def test_candidates_of_the_first_keys(way: str, device: torch.device) -> None:
     for some in (ids, ids[..., :CHUNK]):
         totals = torch.zeros((2, 2, BINS), dtype=torch.int32, device=device)
         scores = (
-            signs.launch(bits, some, lengths, totals)
-            if way == "signs"
-            else collide.launch(table, some, lengths, totals, "max", 0)
+            signs.launch(bits, some, lengths, totals) if way == "signs" else collide.launch(table, some, lengths, totals, 0)
         )
         assert scores.scores.shape[2] == some.shape[3]
         chosen = bucket_topk(scores, lengths, lengths // 2, 1024)[0] if device.type == "cuda" else torch.empty(0)

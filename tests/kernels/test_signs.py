@@ -11,7 +11,6 @@ from kvthaw.kernels import HAS_TRITON, bits, planes
 from kvthaw.kernels import signs as op
 from kvthaw.kernels.collide import BINS, CHUNK
 from kvthaw.kernels.srht import make_rotation, srht
-from kvthaw.kernels.tiers import Combine
 
 
 def test_a_key_has_the_votes_of_its_signs() -> None:
@@ -22,7 +21,7 @@ def test_a_key_has_the_votes_of_its_signs() -> None:
         y, q = srht(keys.double(), rotation).double(), srht(query[0].double(), rotation).double()
         ids = ((y.reshape(500, -1, 8) >= 0).long() << torch.arange(8)).sum(dim=2).to(torch.uint8).T[None, None]
         totals = torch.full((1, 1, BINS), 7, dtype=torch.int32)
-        _, found = planes.planes(query, rotation, 1, totals, mean=False, combine="max")
+        _, found = planes.planes(query, rotation, 1, totals, mean=False)
         votes = op.definition(found, ids)[0, 0]
         unit = q.norm(dim=1, keepdim=True) / dim**0.5 / 3
         want = ((q / unit) @ (torch.where(y >= 0, 1.0, -1.0).double() / 2).T).amax(dim=0) / steps + 64
@@ -87,25 +86,24 @@ def test_instructions_of_a_warp(heads: int, subs: int) -> None:
 
 
 KERNELS = [
-    ((16, 2, (1, 0, 63), torch.float32), "max", False),
-    ((24, 1, (100,), torch.bfloat16), "sum", False),
-    (SHAPES[4], "max", True),
+    ((16, 2, (1, 0, 63), torch.float32), False),
+    ((24, 1, (100,), torch.bfloat16), False),
+    (SHAPES[4], True),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
-@pytest.mark.parametrize(("shape", "combine", "mean"), KERNELS)
+@pytest.mark.parametrize(("shape", "mean"), KERNELS)
 def test_kernel(
     shape: tuple[int, int, tuple[int, ...], torch.dtype],
-    combine: Combine,
     mean: bool,
     device: torch.device,
 ) -> None:
     dim, group, lengths, dtype = shape
     case = Case(dim, group, lengths, dtype, device)
     totals = torch.full((len(lengths), case.heads, BINS), 99, dtype=torch.int32, device=device)
-    _, packed = planes.planes(case.query, case.rotation, case.heads, totals, mean=mean, combine=combine)
+    _, packed = planes.planes(case.query, case.rotation, case.heads, totals, mean=mean)
     want = op.definition(packed, case.summaries.ids)
     with poisoned():
         found = op.launch(packed, case.summaries.ids, case.lengths, totals)

@@ -54,7 +54,6 @@ def test_stats_say_which_regions_a_budget_makes_smaller(llama: PreTrainedModel) 
     [
         ("pariskv", {}),
         ("pariskv", {"preset": "code"}),
-        ("pariskv", {"policy": "mean"}),
         ("pariskv", {"votes": "binary"}),
         ("pariskv-plus", {}),
         ("pariskv-plus-ablated", {"votes": "tiered"}),
@@ -147,6 +146,7 @@ def test_rows_are_reproducible_and_follow_the_seed(llama: PreTrainedModel) -> No
         ({"beta": 0.2, "rho": 0.1}, "rho is 0.1 and beta is 0.2"),
         ({"beta": 0.2, "candidates": 200}, "beta is 0.2 and candidates is 200"),
         ({"policy": "union"}, "policy is 'union'"),
+        ({"policy": "mean"}, "policy is 'mean'; it must be one of max, mean_query"),
         ({"full_threshold": -1}, "full_threshold is -1"),
         ({"threshold": 1}, "threshold"),
     ],

@@ -19,7 +19,6 @@ from kvthaw.cache.index_api import Index, IndexContext, Selection, Traits
 from kvthaw.errors import ConfigError, at_least, one_of, within
 from kvthaw.index.ratios import Ratios
 from kvthaw.index.tables import Held, TablesOnDevice
-from kvthaw.index.tokens import Policy
 from kvthaw.kernels.bucket_topk import bucket_topk
 from kvthaw.kernels.collide import BINS, CHUNK, collide, shift
 from kvthaw.kernels.decode_step import AnyOrder, DecodeStep
@@ -34,9 +33,11 @@ from kvthaw.kernels.remainder import Estimated
 from kvthaw.kernels.rerank import TILE, Estimates, rerank
 from kvthaw.kernels.signs import signs
 from kvthaw.kernels.srht import make_rotation
-from kvthaw.kernels.tiers import Combine, most_votes, tiers
-from kvthaw.kernels.topk import Floor, Merge, run_length, topk
+from kvthaw.kernels.tiers import most_votes, tiers
+from kvthaw.kernels.topk import Floor, run_length, topk
 
+Policy = Literal["max", "mean_query"]
+"""How the query heads of a group agree on tokens: by the largest of their softmax weights, or by the score of their mean query."""
 _SHORT = 1 << 22
 """Largest size of a layer's keys, in bytes, that is summarised together with other layers' keys."""
 
@@ -44,10 +45,9 @@ _SHORT = 1 << 22
 class CodesIndex(TablesOnDevice, Index, tested=True):
     """Collisions choose candidates, codes of 4 or 3 bits rank them.
 
-    policy: how the G query heads of a KV head agree. "max" and "mean" compute votes and softmax weights for each head, and
-        use the largest or the sum. "mean_query" uses the mean of the queries. On the shipped model (32k tokens, 100 rows)
-        "max" selects 0.828 of the exact rows and covers 0.676 of the softmax. "mean" reaches 0.792 and 0.677, "mean_query"
-        0.566 and 0.667.
+    policy: how the G query heads of a KV head agree. "max" computes votes and softmax weights for each head, and uses the
+        largest. "mean_query" uses the mean of the queries. On the shipped model (32k tokens, 100 rows) "max" selects 0.828 of
+        the exact rows and covers 0.676 of the softmax, "mean_query" 0.566 and 0.667.
     ratios: see Ratios.
     graded: a key's votes are the similarity of its signs to the query instead of tiers by rank. The rho of ratios then has
         no effect.
@@ -66,8 +66,7 @@ class CodesIndex(TablesOnDevice, Index, tested=True):
 
     make_room gives summaries their capacity; an append beyond it doubles it. Otherwise no tensor moves. Lengths and limits are
     int32 on the device. A sequence's number of candidates depends only on its own length. On a GPU select() launches five
-    kernels of fixed shape, six with policy="mean", and one more with tolerance. On a CPU the same steps run in
-    torch.
+    kernels of fixed shape, and one more with tolerance. On a CPU the same steps run in torch.
     """
 
     def __init__(
@@ -98,12 +97,9 @@ class CodesIndex(TablesOnDevice, Index, tested=True):
         self.rotation = self._deferred.once(("rotation", dim, seed, device), lambda: make_rotation(dim, seed, device=device))
         self.quantizer = self._deferred.once(("quantizer", code_bits, device), lambda: make_quantizer(device, code_bits))
         subs = self.rotation.padded // SUB
-        scored = 1 if policy == "mean_query" else context.group
-        self._combine: Combine = "sum" if policy == "mean" else "max"
-        self._merge: Merge = "mean" if policy == "mean" else "max"
         self.graded, self.centred = graded, centre
         self._alike = seed, graded, centre, code_bits, device
-        self._shift = shift(most_votes(subs, scored, self._combine))
+        self._shift = shift(most_votes(subs))
         self.traits = Traits(graph_safe=True, grows=not centre, light=True, reversible=True, attends=dense_below > 0)
         self._k, heads = 1, context.kv_heads
         columns: dict[str, tuple[tuple[int | str, ...], torch.dtype]] = {
@@ -191,7 +187,7 @@ class CodesIndex(TablesOnDevice, Index, tested=True):
         rotated, (candidates, marks), wanted = self.collect(query, budget)
         run = run_length(candidates.shape[2], budget) or TILE
         found = rerank(rotated, self.summaries, candidates, wanted, self.quantizer, scale, run)
-        selected = topk(found, candidates, wanted, budget, self.first, scale, self._merge, floor)
+        selected = topk(found, candidates, wanted, budget, self.first, scale, "max", floor)
         scores = found.scores if isinstance(found, Estimates) else found
         if scores.shape[2] < self.context.group:  # estimates of the group's mean query
             return Selection(*selected)
@@ -223,29 +219,22 @@ class CodesIndex(TablesOnDevice, Index, tested=True):
         n = max(1, self.context.looked_at(self.counts[:batch], now.capacity))
         ids = now.ids[:, :, :, : n if query.device.type == "cpu" else -(-n // CHUNK) * CHUNK]
         width = -(-max(budget, self.ratios.most(ids.shape[3], budget)) // TILE) * TILE
-        totals = self._totals(query)
+        heads = self.context.kv_heads
+        totals = torch.empty(
+            (batch, heads, BINS), dtype=torch.int32, device=query.device
+        )  # a histogram of each KV head's votes
         if self.graded:
-            rotated, bits = self._planes(query, totals)
+            rotated, bits = planes(query, self.rotation, heads, totals, mean=self.policy == "mean_query")
             scores = signs(bits, ids, lengths, totals)
         else:
             rotated, table = self.votes(query, totals)
-            scores = collide(table, ids, lengths, totals, self._combine, self._shift)
+            scores = collide(table, ids, lengths, totals, self._shift)
         return rotated, bucket_topk(scores, lengths, wanted, width), wanted
-
-    def _totals(self, query: Tensor) -> Tensor:
-        """Return space for a histogram of the votes of each KV head, [B, H, bins]."""
-        return torch.empty((len(query), self.context.kv_heads, BINS), dtype=torch.int32, device=query.device)
-
-    def _planes(self, query: Tensor, totals: Tensor) -> tuple[Rotated, Tensor]:
-        """Return rotated queries and their bit planes; clear totals."""
-        how: dict[str, Any] = {"mean": self.policy == "mean_query", "combine": self._combine}
-        return planes(query, self.rotation, self.context.kv_heads, totals, **how)
 
     def votes(self, query: Tensor, totals: Tensor) -> tuple[Rotated, Tensor]:
         """Return rotated queries and the packed votes of each centroid, as `kvthaw.kernels.tiers` does; clear totals."""
         sizes, limits = self.summaries.sizes[: len(query)], self.tables["limits"][: len(query)]
-        mean = self.policy == "mean_query"
-        return tiers(query, self.rotation, sizes, limits, totals, mean=mean, combine=self._combine)
+        return tiers(query, self.rotation, sizes, limits, totals, mean=self.policy == "mean_query")
 
     def _enough(self, budget: int) -> None:
         if self.ratios.candidates is not None and budget > self.ratios.candidates:

@@ -6,8 +6,7 @@ one of the four bits of all coordinates; one tensor-core product counts the bits
 
 The layout is that of the product's operand: two blocks of eight columns per four heads. The first block holds each head's
 lowest two bits, the second its highest two. Each has one column for the lower bit and one for the upper. If there are fewer
-heads they repeat up to four, which changes no maximum. For "sum" the heads, each divided by its length, are added up to
-one.
+heads they repeat up to four, which changes no maximum.
 
 Bytes and operations, 32 query heads, d = 128: 8 KB of queries, 4 KB of planes; the latency is a chain of load, sum and store.
 """
@@ -24,7 +23,6 @@ from kvthaw.kernels.chain import dependent
 from kvthaw.kernels.encode import SUB
 from kvthaw.kernels.query import Rotated, empty_rotated, in_bytes, rotate_queries
 from kvthaw.kernels.srht import Rotation
-from kvthaw.kernels.tiers import Combine
 
 PLANES = 4
 STEPS = 3.0
@@ -34,19 +32,12 @@ WIDE = 16
 WARPS = 4
 
 
-def coarse(values: Tensor, combine: Combine) -> Tensor:
-    """Round rotated queries [L, H, P, 8, B] to integers -8 .. 7, [L, H, P, 8, B] int32; "sum": [L, H, 1, 8, B]. 0 for a zero
-    query."""
-    if combine == "sum":
-        values = (values / _length(values)).sum(dim=2, keepdim=True)
-    unit = _length(values) / math.sqrt(values.shape[3] * values.shape[4])
+def coarse(values: Tensor) -> Tensor:
+    """Round rotated queries [L, H, P, 8, B] to integers -8 .. 7, int32. 0 for a zero query."""
+    length: Tensor = values.flatten(3).norm(dim=3)[..., None, None]
+    unit = torch.where(length > 0, length, 1.0) / math.sqrt(values.shape[3] * values.shape[4])
     top = 1 << (PLANES - 1)
     return torch.floor(values * STEPS / unit + 0.5).clamp(-top, top - 1).int()
-
-
-def _length(values: Tensor) -> Tensor:
-    length: Tensor = values.flatten(3).norm(dim=3)[..., None, None]
-    return torch.where(length > 0, length, 1.0)
 
 
 def pack(numbers: Tensor) -> Tensor:
@@ -99,58 +90,46 @@ if HAS_TRITON:
 
     @triton.jit
     def _planes(query, basis, values, whole_values, factors, planes, totals, scale, dim, GROUP: tl.constexpr, P: tl.constexpr,
-                PER: tl.constexpr, SUBS: tl.constexpr, SQUARE: tl.constexpr, BINS: tl.constexpr, COLUMNS: tl.constexpr,
-                ROW: tl.constexpr, STEPS: tl.constexpr, SUM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-        # Program: PER query heads in one subspace. The first program of a KV head clears its score histogram.
+                SUBS: tl.constexpr, SQUARE: tl.constexpr, BINS: tl.constexpr, COLUMNS: tl.constexpr, ROW: tl.constexpr,
+                STEPS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+        # Program: a query head in one subspace. The first program of a KV head clears its score histogram.
         pair = tl.program_id(0)
         b = tl.program_id(1)
+        p = tl.program_id(2)
         i = tl.arange(0, SQUARE)
         j = tl.arange(0, 8)
         own = tl.load(basis + i[:, None] * SQUARE + b * 8 + j[None, :]).to(tl.float32)
         follow(PDL)
-        if (b == 0) & (tl.program_id(2) == 0):
+        if (b == 0) & (p == 0):
             tl.store(totals + pair * BINS + tl.arange(0, BINS), tl.zeros((BINS,), tl.int32))
-        total = tl.zeros((SQUARE,), tl.float32)
-        for one in tl.static_range(PER):
-            p = tl.program_id(2) * PER + one
-            x = mean_of(query, pair * GROUP + p * (GROUP // P), i, dim, GROUP // P, SQUARE)
-            length = tl.sqrt(tl.sum(x * x))
-            y = tl.sum(own * x[:, None], axis=0) * scale
-            store_rotated(values, whole_values, factors, y, pair * P + p, b, SUBS)
-            if SUM:
-                total += x / tl.where(length > 0, length, 1.0)
-            else:
-                _store_planes(planes, y, length * tl.rsqrt(8.0 * SUBS), pair, p, b, COLUMNS, P, SUBS, ROW, STEPS)
-        if SUM:
-            y = tl.sum(own * total[:, None], axis=0) * scale
-            unit = tl.sqrt(tl.sum(total * total)) * tl.rsqrt(8.0 * SUBS)
-            _store_planes(planes, y, unit, pair, 0, b, COLUMNS, 1, SUBS, ROW, STEPS)
+        x = mean_of(query, pair * GROUP + p * (GROUP // P), i, dim, GROUP // P, SQUARE)
+        length = tl.sqrt(tl.sum(x * x))
+        y = tl.sum(own * x[:, None], axis=0) * scale
+        store_rotated(values, whole_values, factors, y, pair * P + p, b, SUBS)
+        _store_planes(planes, y, length * tl.rsqrt(8.0 * SUBS), pair, p, b, COLUMNS, P, SUBS, ROW, STEPS)
 
 
-def launch(query: Tensor, rotation: Rotation, heads: int, totals: Tensor, *, mean: bool,
-           combine: Combine) -> tuple[Rotated, Tensor]:  # fmt: skip
+def launch(query: Tensor, rotation: Rotation, heads: int, totals: Tensor, *, mean: bool) -> tuple[Rotated, Tensor]:
     """Launch the kernel on any device: rotates and rounds query [L, Hq, d], clears totals [L, H, bins] int32."""
     batch, q_heads, dim = query.shape
     assert query.is_contiguous() and totals.is_contiguous() and totals.dtype == torch.int32
     group, subs, square = q_heads // heads, rotation.padded // SUB, rotation.basis.shape[0]
     scored = 1 if mean else group
     rotated = empty_rotated(batch, heads, scored, subs, query.device)
-    fours, row = 1 if combine == "sum" else -(-scored // 4), -(-subs // WIDE) * WIDE
+    fours, row = -(-scored // 4), -(-subs // WIDE) * WIDE
     planes = torch.empty((batch, heads, fours, 2, 8, row), dtype=torch.uint8, device=query.device)
-    apart = 1 if combine == "sum" else scored
-    _planes[(batch * heads, subs, apart)](
+    _planes[(batch * heads, subs, scored)](
         query, rotation.basis, rotated.values, rotated.whole, rotated.factors, planes, totals, rotation.scale, dim, GROUP=group,
-        P=scored, PER=scored // apart, SUBS=subs, SQUARE=square, BINS=totals.shape[2], COLUMNS=4 * fours, ROW=row, STEPS=STEPS,
-        SUM=combine == "sum", num_warps=WARPS, **dependent(query.device),
+        P=scored, SUBS=subs, SQUARE=square, BINS=totals.shape[2], COLUMNS=4 * fours, ROW=row, STEPS=STEPS, num_warps=WARPS,
+        **dependent(query.device),
     )  # fmt: skip
     return rotated, planes
 
 
-def planes(query: Tensor, rotation: Rotation, heads: int, totals: Tensor, *, mean: bool,
-           combine: Combine) -> tuple[Rotated, Tensor]:  # fmt: skip
+def planes(query: Tensor, rotation: Rotation, heads: int, totals: Tensor, *, mean: bool) -> tuple[Rotated, Tensor]:
     """Return rotated queries and their planes [L, H, S, 2, 8, R] uint8 for query [L, Hq, d]; clear totals [L, H, bins] int32."""
     if query.is_cuda and HAS_TRITON:
-        return launch(query.contiguous(), rotation, heads, totals, mean=mean, combine=combine)
+        return launch(query.contiguous(), rotation, heads, totals, mean=mean)
     rotated = in_bytes(rotate_queries(query, heads, rotation, mean=mean))
     totals.zero_()
-    return rotated, pack(coarse(rotated.values, combine))
+    return rotated, pack(coarse(rotated.values))

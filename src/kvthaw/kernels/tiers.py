@@ -13,8 +13,6 @@ sum, ranking and store, 4 us. Sizes are summed as float32, exact below 2^24 keys
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
@@ -24,8 +22,6 @@ from kvthaw.kernels.encode import CENTROIDS, SUB
 from kvthaw.kernels.query import Rotated, empty_rotated, in_bytes, rotate_queries
 from kvthaw.kernels.srht import Rotation
 
-Combine = Literal["max", "sum"]
-"""How the votes of a group's query heads combine per key: their maximum or their sum."""
 WARPS = 4
 
 
@@ -57,16 +53,13 @@ def definition(similarity: Tensor, sizes: Tensor, limits: Tensor) -> Tensor:
     return torch.zeros_like(votes).scatter_(-1, order, votes).int()
 
 
-def most_votes(subs: int, heads: int, combine: Combine) -> int:
-    """Return the maximum votes of a key over `subs` subspaces and `heads` query heads."""
-    return 6 * subs * (heads if combine == "sum" else 1)
+def most_votes(subs: int) -> int:
+    """Return the maximum votes of a key over `subs` subspaces."""
+    return 6 * subs
 
 
-def pack(votes: Tensor, combine: Combine) -> Tensor:
-    """Pack votes [L, H, P, B, 256] into [L, H, W, B, 256] int32: summed over P for "sum", four heads in the bytes of a word for
-    "max"."""
-    if combine == "sum":
-        return votes.sum(dim=2, keepdim=True).int()
+def pack(votes: Tensor) -> Tensor:
+    """Pack votes [L, H, P, B, 256] into [L, H, W, B, 256] int32: four heads in the bytes of a word."""
     spare = -votes.shape[2] % 4
     full = torch.nn.functional.pad(votes, (0, 0, 0, 0, 0, spare)).unflatten(2, (-1, 4))
     packed: Tensor = (full << (8 * torch.arange(4, device=votes.device))[:, None, None]).sum(dim=3)
@@ -99,13 +92,14 @@ if HAS_TRITON:
 
     @triton.jit
     def _tiers(query, basis, sizes, limits, values, whole, factors, table, totals, heads, scale, dim, GROUP: tl.constexpr,
-               P: tl.constexpr, PER: tl.constexpr, SUBS: tl.constexpr, SQUARE: tl.constexpr, BINS: tl.constexpr,
-               SUM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-        # Program: PER query heads in one subspace. The similarity of a sign pattern's opposite is its negation, so 128 absolute
+               P: tl.constexpr, SUBS: tl.constexpr, SQUARE: tl.constexpr, BINS: tl.constexpr,
+               PDL: tl.constexpr):  # fmt: skip
+        # Program: a query head in one subspace. The similarity of a sign pattern's opposite is its negation, so 128 absolute
         # similarities determine the ranking: 32 patterns at a time, each thread comparing with its warp's share of the 128. The
         # first program of a KV head clears its score histogram.
         pair = tl.program_id(0)
         b = tl.program_id(1)
+        p = tl.program_id(2)
         limit = limits + (pair // heads) * 6
         i = tl.arange(0, SQUARE)
         j = tl.arange(0, 8)
@@ -117,47 +111,37 @@ if HAS_TRITON:
         ends = (tl.load(limit), tl.load(limit + 1), tl.load(limit + 2), tl.load(limit + 3), tl.load(limit + 4),
                 tl.load(limit + 5))  # fmt: skip
         follow(PDL)
-        if (b == 0) & (tl.program_id(2) == 0):
+        if (b == 0) & (p == 0):
             tl.store(totals + pair * BINS + tl.arange(0, BINS), tl.zeros((BINS,), tl.int32))
-        for one in tl.static_range(PER):
-            p = tl.program_id(2) * PER + one
-            x = mean_of(query, pair * GROUP + p * (GROUP // P), i, dim, GROUP // P, SQUARE)
-            y = tl.sum(columns * x[:, None], axis=0) * scale
-            store_rotated(values, whole, factors, y, pair * P + p, b, SUBS)
-            all = _similarity(y, o)
-            toward = tl.where(all >= 0, lower, upper)  # keys of the pattern with similarity >= 0, of each pair
-            away = tl.where(all >= 0, upper, lower)
-            near, half = tl.abs(all), tl.sum(toward)
-            for first in tl.static_range(0, 128, 32):
-                c = first + tl.arange(0, 32)
-                mine = _similarity(y, c)
-                before = tl.sum(tl.where(near[:, None] > tl.abs(mine)[None, :], toward[:, None], 0.0), axis=0)
-                front = _tier(before, ends)
-                back = tl.zeros((32,), tl.int32)
-                if half < ends[5].to(tl.float32):  # negative similarities get votes only after few keys
-                    behind = half + tl.sum(tl.where(near[:, None] < tl.abs(mine)[None, :], away[:, None], 0.0), axis=0)
-                    back = _tier(behind, ends)
-                back = tl.where(mine == 0, front, back)
-                votes, opposite = tl.where(mine >= 0, front, back), tl.where(mine >= 0, back, front)
-                if SUM:
-                    word = table + (pair * SUBS + b) * 256
-                    if one > 0:  # this thread's votes for the previous head
-                        votes += tl.load(word + c)
-                        opposite += tl.load(word + 255 - c)
-                    tl.store(word + c, votes)
-                    tl.store(word + 255 - c, opposite)
-                else:  # one byte of a word of four heads; unused bytes of the last word are zero
-                    word = table + (((pair * ((P + 3) // 4) + p // 4) * SUBS + b) * 256) * 4 + p % 4
-                    tl.store(word + c * 4, votes.to(tl.uint8))
-                    tl.store(word + (255 - c) * 4, opposite.to(tl.uint8))
-            if (not SUM) and P % 4 != 0 and p == P - 1:
-                word = table + ((pair * ((P + 3) // 4) + p // 4) * SUBS + b) * 1024
-                for rest in tl.static_range(P % 4, 4):
-                    tl.store(word + rest + tl.arange(0, 256) * 4, tl.zeros((256,), tl.uint8))
+        x = mean_of(query, pair * GROUP + p * (GROUP // P), i, dim, GROUP // P, SQUARE)
+        y = tl.sum(columns * x[:, None], axis=0) * scale
+        store_rotated(values, whole, factors, y, pair * P + p, b, SUBS)
+        all = _similarity(y, o)
+        toward = tl.where(all >= 0, lower, upper)  # keys of the pattern with similarity >= 0, of each pair
+        away = tl.where(all >= 0, upper, lower)
+        near, half = tl.abs(all), tl.sum(toward)
+        word = table + (((pair * ((P + 3) // 4) + p // 4) * SUBS + b) * 256) * 4  # bytes: of a word of four heads each has one
+        for first in tl.static_range(0, 128, 32):
+            c = first + tl.arange(0, 32)
+            mine = _similarity(y, c)
+            before = tl.sum(tl.where(near[:, None] > tl.abs(mine)[None, :], toward[:, None], 0.0), axis=0)
+            front = _tier(before, ends)
+            back = tl.zeros((32,), tl.int32)
+            if half < ends[5].to(tl.float32):  # negative similarities get votes only after few keys
+                behind = half + tl.sum(tl.where(near[:, None] < tl.abs(mine)[None, :], away[:, None], 0.0), axis=0)
+                back = _tier(behind, ends)
+            back = tl.where(mine == 0, front, back)
+            votes, opposite = tl.where(mine >= 0, front, back), tl.where(mine >= 0, back, front)
+            tl.store(word + c * 4 + p % 4, votes.to(tl.uint8))
+            tl.store(word + (255 - c) * 4 + p % 4, opposite.to(tl.uint8))
+        if P % 4 != 0 and p == P - 1:
+            for rest in tl.static_range(P % 4, 4):  # unused bytes of the last word
+                tl.store(word + rest + tl.arange(0, 256) * 4, tl.zeros((256,), tl.uint8))
 
 
-def launch(query: Tensor, rotation: Rotation, sizes: Tensor, limits: Tensor, totals: Tensor, *, mean: bool,
-           combine: Combine) -> tuple[Rotated, Tensor]:  # fmt: skip
+def launch(
+    query: Tensor, rotation: Rotation, sizes: Tensor, limits: Tensor, totals: Tensor, *, mean: bool
+) -> tuple[Rotated, Tensor]:
     """Launch the kernel on any device: rotates and ranks query [L, Hq, d], packs votes, clears totals [L, H, bins] int32."""
     batch, q_heads, dim = query.shape
     heads, subs = sizes.shape[1:3]
@@ -166,23 +150,21 @@ def launch(query: Tensor, rotation: Rotation, sizes: Tensor, limits: Tensor, tot
     group = q_heads // heads
     scored = 1 if mean else group
     rotated = empty_rotated(batch, heads, scored, subs, query.device)
-    words = 1 if combine == "sum" else (scored + 3) // 4
-    table = torch.empty((batch, heads, words, subs, CENTROIDS), dtype=torch.int32, device=query.device)
-    apart = 1 if combine == "sum" else scored
-    _tiers[(batch * heads, subs, apart)](
+    table = torch.empty((batch, heads, (scored + 3) // 4, subs, CENTROIDS), dtype=torch.int32, device=query.device)
+    _tiers[(batch * heads, subs, scored)](
         query, rotation.basis, sizes, limits, rotated.values, rotated.whole, rotated.factors,
-        table if combine == "sum" else table.view(torch.uint8), totals, heads, rotation.scale, dim, GROUP=group, P=scored,
-        PER=scored // apart, SUBS=subs, SQUARE=rotation.basis.shape[0], BINS=totals.shape[2], SUM=combine == "sum",
-        num_warps=WARPS, **dependent(query.device),
+        table.view(torch.uint8), totals, heads, rotation.scale, dim, GROUP=group, P=scored, SUBS=subs,
+        SQUARE=rotation.basis.shape[0], BINS=totals.shape[2], num_warps=WARPS, **dependent(query.device),
     )  # fmt: skip
     return rotated, table
 
 
-def tiers(query: Tensor, rotation: Rotation, sizes: Tensor, limits: Tensor, totals: Tensor, *, mean: bool,
-          combine: Combine) -> tuple[Rotated, Tensor]:  # fmt: skip
+def tiers(
+    query: Tensor, rotation: Rotation, sizes: Tensor, limits: Tensor, totals: Tensor, *, mean: bool
+) -> tuple[Rotated, Tensor]:
     """Return rotated queries and packed votes [L, H, W, B, 256] int32 for query [L, Hq, d]; clear totals."""
     if query.is_cuda and HAS_TRITON:
-        return launch(query.contiguous(), rotation, sizes, limits, totals, mean=mean, combine=combine)
+        return launch(query.contiguous(), rotation, sizes, limits, totals, mean=mean)
     rotated = in_bytes(rotate_queries(query, sizes.shape[1], rotation, mean=mean))
     totals.zero_()
-    return rotated, pack(definition(similarities(rotated.values), sizes, limits), combine)
+    return rotated, pack(definition(similarities(rotated.values), sizes, limits))

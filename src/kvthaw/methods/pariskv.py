@@ -7,9 +7,8 @@ from typing import Any, Literal
 
 from kvthaw.cache.index_api import Method
 from kvthaw.errors import at_least
-from kvthaw.index.codes import CodesIndex
+from kvthaw.index.codes import CodesIndex, Policy
 from kvthaw.index.ratios import Ratios
-from kvthaw.index.tokens import Policy
 from kvthaw.regions import Regions
 
 Preset = Literal["paper", "code"]

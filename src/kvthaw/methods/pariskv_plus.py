@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from kvthaw.cache.index_api import Method
+from kvthaw.index.codes import Policy
 from kvthaw.index.ratios import Ratios
-from kvthaw.index.tokens import Policy
 from kvthaw.methods.pariskv import codes_method
 
 

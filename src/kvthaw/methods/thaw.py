@@ -7,7 +7,7 @@ from typing import Literal
 
 from kvthaw.cache.index_api import Method
 from kvthaw.errors import at_least
-from kvthaw.index.tokens import Policy
+from kvthaw.index.codes import Policy
 from kvthaw.methods.pariskv_plus import pariskv_plus
 from kvthaw.methods.remainder import with_remainder
 from kvthaw.regions import Regions
