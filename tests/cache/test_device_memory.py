@@ -12,8 +12,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvthaw.cache.device_memory import _CHUNK, DeviceBlocks, DeviceMemory
+from kvthaw.cache.device_memory import _CHUNK, DeviceBlocks, DeviceMemory, uncollected
 from kvthaw.cache.streams import Streams
+
+
+def test_the_last_thread_enables_the_collector_again() -> None:
+    """A capture fails if a collection destroys an earlier graph, whatever another thread has ended meanwhile."""
+    assert gc.isenabled()
+    one, other = uncollected(), uncollected()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert not gc.isenabled()
+    other.__exit__(None, None, None)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with uncollected():
+            pass
+        assert not gc.isenabled(), "as it was"
+    finally:
+        gc.enable()
 
 
 def test_blocks_that_are_freed_together_wait_for_the_same_events(monkeypatch: pytest.MonkeyPatch) -> None:

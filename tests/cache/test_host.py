@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -306,6 +309,26 @@ def test_blocks_fill_what_is_page_locked_for_them(heads: int, dim: int, kv_dtype
 
 def test_blocks_are_short_where_they_fill_a_huge_page() -> None:
     assert default_block_size(4096) == 512  # 8 heads of 128 dimensions
+
+
+def test_one_thread_at_a_time_makes_room() -> None:
+    """reclaim() drops prefixes of a tree that only one thread may change. Without a lock, layers that are read at once did."""
+    memory, kept, inside = HostMemory(64), list[torch.Tensor](), list[int]()
+
+    def reclaim() -> bool:
+        inside.append(threading.get_ident())
+        time.sleep(0.001)
+        assert set(inside[-1:]) == {threading.get_ident()}, "another thread came between"
+        inside.append(threading.get_ident())
+        return bool(kept) and (kept.pop(), True)[1]
+
+    memory.reclaim = reclaim
+    kept += [memory.allocate((8,), torch.uint8, pinned=False) for _ in range(8)]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: memory.allocate_all(2, (8,), torch.uint8, pinned=False), range(4)))
+    assert (len(kept), memory.used) == (0, 64)
+    assert len({block.data_ptr() for own in found for block in own}) == 8
+    assert all(one == other for one, other in zip(inside[::2], inside[1::2], strict=True))
 
 
 def test_blocks_lie_on_the_device_while_it_has_room() -> None:

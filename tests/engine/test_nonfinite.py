@@ -191,6 +191,36 @@ def test_a_request_that_is_preempted_keeps_what_was_not_finite(llama: PreTrained
     assert "not finite in layer 1, sequence 0" in str(request.error)
 
 
+@pytest.mark.parametrize("tokens", [130, 20])
+@pytest.mark.parametrize("method", ["full", "oracle", "clusterkv", "icecache-digest", "pariskv-plus", "streaming"])
+def test_the_next_request_of_a_slot_reads_none_of_it(llama: PreTrainedModel, method: str, tokens: int) -> None:
+    """Beside a longer one, whose keys are read from as many slots."""
+    how = {"max_seqs": 2, "capacity": 300, "budget": None if method == "full" else 64}
+    ids, longer = prompt(1, tokens, seed=6), prompt(1, 180, seed=7)
+    expected = list[list[int]]()
+    for one in (ids, longer):
+        alone = kvthaw.Batch(llama, method, **how)
+        request = alone.join(one, max_new_tokens=12, stop=[])
+        while not request.finished:
+            alone.step()
+        expected.append(request.tokens)
+    batch = kvthaw.Batch(llama, method, **how)
+    spoilt = batch.join(IDS, max_new_tokens=40, stop=[])
+    while len(spoilt.tokens) < 3:
+        batch.step()
+    hook = spoil_the_first(llama)
+    batch.step()
+    hook.remove()
+    while not spoilt.finished:
+        batch.step()
+    requests = [batch.join(one, max_new_tokens=12, stop=[]) for one in (ids, longer)]
+    assert requests[0].seq == 0
+    while batch.requests:
+        batch.step()
+    assert [one.tokens for one in requests] == expected
+    assert [one.error for one in requests] == [None, None]
+
+
 def test_beams_take_along_what_was_not_finite(llama: PreTrainedModel) -> None:
     cache = kvthaw.Cache(llama, "oracle", budget=64)
     with torch.no_grad():

@@ -9,6 +9,7 @@ import os
 import random
 import resource
 import stat
+import time
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -200,6 +201,22 @@ def test_a_header_that_is_signed_must_be_whole_too(saved: tuple[Path, torch.Tens
             Cache.load(path, llama, "oracle", **SETTINGS)
     sign(path, header)
     Cache.load(path, llama, "oracle", **SETTINGS)
+
+
+def test_no_layer_is_read_behind_a_damaged_one() -> None:
+    begun = list[int]()
+
+    def work(number: int) -> int:
+        begun.append(number)
+        if number == 0:
+            raise CacheError("damaged")
+        time.sleep(0.02)
+        return number
+
+    with pytest.raises(CacheError, match="damaged"):
+        list(saving._some_at_once(range(100), work, 2, 100))
+    assert len(begun) < 20
+    assert dict(saving._some_at_once(range(1, 9), work, 2, 3)) == {number: number for number in range(1, 9)}
 
 
 def test_any_damage_is_seen(saved: tuple[Path, torch.Tensor], llama: PreTrainedModel) -> None:

@@ -148,3 +148,20 @@ def test_sequences_without_tokens_give_nothing(softcap: float | None, device: to
     step = DecodeStep(q, k, v, scale=SCALE, softcap=softcap)
     assert (sparse_decode(step, TokenOrder(none, newest, none)) == 0).all()
     assert torch.equal(k, before)
+
+
+@pytest.mark.parametrize("starts", [None, (3, 0, 5, 0)])
+def test_slots_outside_a_range_are_never_read(starts: tuple[int, ...] | None, device: torch.device) -> None:
+    """They may hold an earlier sequence's keys and values, which need not be finite."""
+    shape, ends, begins = Shape(tokens=20), (7, 13, 13, 0), starts or (0, 0, 0, 0)
+    q, k, v = (torch.cat((x, x.flip(0))).to(device) for x in (shape.query(), shape.keys(), shape.keys()))
+    newest = tuple(torch.cat((x, x.flip(0)))[:, :, 0].to(device) for x in (shape.keys(1), shape.keys(1)))
+    finite = DecodeStep(q, k.clone(), v.clone(), scale=SCALE)
+    for seq, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+        for held in (k, v):
+            held[seq, :, :begin], held[seq, :, end:] = torch.nan, torch.nan
+    lengths, first = (torch.tensor(x, dtype=torch.int32, device=device) for x in (ends, begins))
+    places = TokenOrder(lengths, newest, None if starts is None else first)
+    found = sparse_decode(DecodeStep(q, k, v, scale=SCALE), places)
+    close(found, definition(finite, places).out)
+    assert (found[3] == 0).all()

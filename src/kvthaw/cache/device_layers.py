@@ -183,8 +183,6 @@ class DenseLayer(DeviceLayer):
     def clear(self, seq: int) -> None:
         self.recent_queries.pop(seq, None)
         self._offloaded = None
-        if self._data.device.type == "cpu" and len(self._tickets) and self._tickets[seq, 0]:
-            self._data[seq].zero_()  # there, slots that attention hides must be finite
 
     def state(self, seq: int) -> LayerState:
         rows = self.read(seq, 0, self.sequences.length(seq))

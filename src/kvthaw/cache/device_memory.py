@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
@@ -40,16 +41,34 @@ def available(device: torch.device) -> tuple[int, int]:
     return free, int(total * torch.cuda.get_per_process_memory_fraction(device))
 
 
+class _Collector:
+    """How many threads need the process's garbage collector disabled, and whether it was enabled before."""
+
+    def __init__(self) -> None:
+        self.uses, self.enabled, self.lock = 0, False, threading.Lock()
+
+
+_COLLECTOR = _Collector()
+
+
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Disable garbage collection. It stops all threads, and a capture fails if it destroys an earlier graph."""
-    enabled = gc.isenabled()
-    gc.disable()
+    """Disable garbage collection. It stops all threads, and a capture fails if it destroys an earlier graph.
+
+    Threads may be in this context at the same time: the last one to leave it enables the collector again.
+    """
+    with _COLLECTOR.lock:
+        if _COLLECTOR.uses == 0:
+            _COLLECTOR.enabled = gc.isenabled()
+            gc.disable()
+        _COLLECTOR.uses += 1
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        with _COLLECTOR.lock:
+            _COLLECTOR.uses -= 1
+            if _COLLECTOR.uses == 0 and _COLLECTOR.enabled:
+                gc.enable()
 
 
 class DeviceMemory:

@@ -61,7 +61,7 @@ class FiniteCheck:
     """
 
     def __init__(self) -> None:
-        self._looks = 0
+        self._looks = 0  # since the last copy
         self._cuda = False
         self._asked: _Flags | None = None
         self._prompts: dict[int, _Flags] = {}  # by sequence, after the latest chunk
@@ -96,7 +96,12 @@ class FiniteCheck:
         """Note that layers have moved the flags of sequences to other slots."""
         self._ended.update(slots)
         self._ended.difference_update(slots.values())
-        self._asked = None  # it has the flags by former slots
+        self._ask_again()  # it has the flags by former slots
+
+    def _ask_again(self) -> None:
+        """Drop a copy under way, and let the next step start one."""
+        if self._asked is not None:
+            self._asked, self._looks = None, EVERY
 
     def zero(self, layers: Sequence[LayerKV]) -> None:
         """Clear the flags of all sequences that have ended. Flags of other sequences stay."""
@@ -107,7 +112,7 @@ class FiniteCheck:
                 if flag.device == device:
                     flag.index_fill_(0, ended, 0)
         self._ended.clear()
-        self._asked = None  # it may have flags of them
+        self._ask_again()  # it may have flags of them
 
     def export(self, seq: int, layers: Sequence[LayerKV]) -> list[int]:
         """Return the numbers of the layers that have the flag of a sequence set. Waits for the device."""
@@ -139,8 +144,9 @@ class FiniteCheck:
     def ask(self, layers: Sequence[LayerKV]) -> None:
         """Start to copy all layers' flags to the host, from a GPU every few steps. A later check() reads the copy."""
         self._looks += 1
-        if self._cuda and (self._asked is not None or self._looks % EVERY):
+        if self._cuda and (self._asked is not None or self._looks < EVERY):
             return
+        self._looks = 0
         self._cuda = any(flag.is_cuda for layer in layers if (flag := layer.nonfinite()) is not None)
         if not (self._cuda and torch.cuda.is_current_stream_capturing()):
             self._asked = _Flags(layers)

@@ -150,6 +150,7 @@ class HostMemory:
     def __init__(self, limit: int | None = None, ranks: Ranks = ALONE) -> None:
         self.limit, self.ranks, self._used = limit, ranks, _Used()
         self.reclaim: Callable[[], bool] = lambda: False
+        self._reclaiming = threading.RLock()  # reclaim() changes what only one thread may, such as a tree of prefixes
         self.streams: Sequence[torch.cuda.Stream] = ()
         """Streams that may read blocks, in addition to the model's."""
         self.stores: weakref.WeakSet[object] = weakref.WeakSet()
@@ -168,8 +169,9 @@ class HostMemory:
             try:
                 return attempt()
             except HostMemoryError:
-                if not self.reclaim():
-                    raise
+                with self._reclaiming:
+                    if not self.reclaim():
+                        raise
 
     def allocate_free(self, shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Tensor:
         """Allocate as allocate() does, without calling reclaim()."""

@@ -341,6 +341,8 @@ class OffloadedLayer(LayerKV):
             return
         held = self.store.table.blocks[seq]
         self.recent_queries.pop(seq, None)
+        if not self.slab.data.is_cuda:  # there, slots that attention hides must be finite
+            self.slab.data[seq].zero_()
         if not held and self.retriever is None:
             return  # often an empty slot
         self.drop_search()

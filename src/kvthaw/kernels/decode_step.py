@@ -5,8 +5,9 @@ Rows of a slab that are read where they lie are in `in_place`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -80,6 +81,19 @@ class TokenOrder:
         if self.starts is not None:
             seen = seen & (place >= self.starts[:, None, None])
         return seen if self.newest is None else seen | (place == self.lengths[:, None, None] - 1)
+
+    def runs(self) -> Iterator[tuple[slice, int, int]]:
+        """Yield each run of sequences that attend to the same slots, begin <= n < end, if there are any. `visible` is None."""
+        ends = self.lengths.tolist()
+        begins = [0] * len(ends) if self.starts is None else self.starts.tolist()
+        latest = 0 if self.newest is None else 1
+        ranges = [(max(0, min(begin, end - latest)), end) for begin, end in zip(begins, ends, strict=True)]
+        seq = 0
+        for (begin, end), run in groupby(ranges):
+            count = len(list(run))
+            if begin < end:
+                yield slice(seq, seq + count), begin, end
+            seq += count
 
 
 @dataclass(frozen=True, slots=True)

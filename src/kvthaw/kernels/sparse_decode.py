@@ -18,26 +18,31 @@ def sparse_decode(step: DecodeStep, places: Places | InPlace, tickets: Tensor | 
     """Attend with one query per head, [B, Hq, D] in the dtype of query: `flash_decode` on a GPU, torch elsewhere.
 
     Writes the newest token to its slot first.
-    tickets: see `flash_decode`. On the CPU, slots that are not attended must be finite.
+    tickets: see `flash_decode`. On the CPU, slots that are not attended must be finite, except those outside a sequence's
+        range if places are TokenOrder without `visible`.
     """
     if step.query.device.type == "cuda" and HAS_TRITON:
         return flash_decode(step, places, tickets)
     if tickets is not None and not isinstance(places, AnyOrder) and places.newest is not None:
         finite = torch.isfinite(places.newest[0]) & torch.isfinite(places.newest[1])
         tickets[: len(finite), 0] |= ~(finite.all(dim=(1, 2)) | (places.lengths <= 0))
-    every = False
     if isinstance(places, InPlace):
         keys, values, places = places.copied(step.keys, step.values)
         step = replace(step, keys=keys, values=values)
     elif isinstance(places, TokenOrder):  # up to the longest sequence
-        ends, begins = places.lengths.tolist(), [0] if places.starts is None else places.starts.tolist()
-        every = places.visible is None and min(ends) == max(ends) and max(begins) <= 0
-        weight = None if step.log_weight is None else step.log_weight[:, :, : max(ends)]
-        step = replace(step, keys=step.keys[:, :, : max(ends)], values=step.values[:, :, : max(ends)], log_weight=weight)
-        places = replace(places, visible=None if places.visible is None else places.visible[:, :, : max(ends)])
+        most = max(0, int(places.lengths.max()))
+        weight = None if step.log_weight is None else step.log_weight[:, :, :most]
+        step = replace(step, keys=step.keys[:, :, :most], values=step.values[:, :, :most], log_weight=weight)
+        places = replace(places, visible=None if places.visible is None else places.visible[:, :, :most])
     if step.softcap is not None or step.sinks is not None or step.log_weight is not None or step.partials:
         return definition(step, places).out.to(step.query.dtype)
     places.write(step.keys, step.values)
-    mask = None if every else places.seen(step.keys)[:, :, None]
     folded = step.query.unflatten(1, (step.keys.shape[1], -1))
-    return F.scaled_dot_product_attention(folded, step.keys, step.values, attn_mask=mask, scale=step.scale).flatten(1, 2)
+    if not isinstance(places, TokenOrder) or places.visible is not None:
+        mask = places.seen(step.keys)[:, :, None]
+        return F.scaled_dot_product_attention(folded, step.keys, step.values, attn_mask=mask, scale=step.scale).flatten(1, 2)
+    out = torch.zeros_like(folded)
+    for seqs, begin, end in places.runs():
+        rows = step.keys[seqs, :, begin:end], step.values[seqs, :, begin:end]
+        out[seqs] = F.scaled_dot_product_attention(folded[seqs], *rows, scale=step.scale)
+    return out.flatten(1, 2)

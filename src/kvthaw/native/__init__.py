@@ -62,8 +62,7 @@ class Checksum:
         file: its descriptor.
         parts: [N, 2] int64, addresses and bytes of memory that the caller may write to.
         """
-        assert parts.dtype == torch.int64 and parts.shape[1:] == (2,) and parts.is_contiguous()
-        done, error = self._native.read(file, parts.data_ptr(), len(parts))
+        done, error = self._native.read(file, _check("parts", parts, torch.int64, (len(parts), 2)), len(parts))
         if error:
             raise OSError(error, os.strerror(error))
         return done

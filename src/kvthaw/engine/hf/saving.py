@@ -147,7 +147,9 @@ def read_layers(path: Path, header: Mapping[str, Any], kv: KVCache, device: torc
             raise CacheError(f"{path} is damaged: {_name(number)} has {error!r}") from error
 
     threads = max(_AT_ONCE, min(32, os.cpu_count() or 1))
-    yield from _some_at_once([layer.number for layer in kv.layers], read, threads, 2 * threads)
+    # dense layers free their blocks when they are loaded
+    ahead = threads if any(isinstance(layer, DenseLayer) for layer in kv.layers) else len(kv.layers)
+    yield from _some_at_once([layer.number for layer in kv.layers], read, threads, ahead)
 
 
 def _read_layer(
@@ -202,9 +204,9 @@ def _by_heads(blocks: Sequence[Block], heads: int, head_bytes: int, last_bytes: 
     head_bytes: bytes of a head in a block.
     last_bytes: bytes of the rows of a head in the last block.
     """
-    starts = torch.tensor([block.place[0] for block in blocks], dtype=torch.int64)
+    starts = torch.tensor([block.place[0] for block in blocks], dtype=torch.int64, device="cpu")
     found = torch.stack((starts, torch.full_like(starts, head_bytes)), dim=1).repeat(heads, 1, 1)
-    found[:, :, 0] += torch.arange(heads)[:, None] * head_bytes
+    found[:, :, 0] += torch.arange(heads, device="cpu")[:, None] * head_bytes
     found[:, -1:, 1] = last_bytes
     return found.view(-1, 2)
 
@@ -344,19 +346,22 @@ def _indexes(tensors: Mapping[str, Tensor]) -> dict[int, IndexState]:
 def _some_at_once(
     items: Iterable[Item], work: Callable[[Item], Done], most: int = _AT_ONCE, ahead: int = _AT_ONCE
 ) -> Generator[tuple[Item, Done]]:
-    """Yield each item with its result from a pool of `most` threads, in order.
+    """Yield each item with its result from a pool of `most` threads, in order. After an error no further item is begun.
 
     ahead: items that are done before the caller takes their results, or given to threads.
     """
     with ThreadPoolExecutor(most) as threads:
-        pending: deque[tuple[Item, Future[Done]]] = deque()
-        for item in items:
-            pending.append((item, threads.submit(work, item)))
-            if len(pending) > ahead:
-                done, result = pending.popleft()
+        try:
+            pending: deque[tuple[Item, Future[Done]]] = deque()
+            for item in items:
+                pending.append((item, threads.submit(work, item)))
+                if len(pending) > ahead:
+                    done, result = pending.popleft()
+                    yield done, result.result()
+            for done, result in pending:
                 yield done, result.result()
-        for done, result in pending:
-            yield done, result.result()
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _name(layer: int) -> str:

@@ -44,7 +44,7 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> str:
         raise OSError(code, os.strerror(code), str(path)) from error
     with _opened(path) as file:
         os.fsync(file.fileno())
-        digest, piece = Checksum(), torch.empty(_PIECE, dtype=torch.uint8)
+        digest, piece = Checksum(), torch.empty(_PIECE, dtype=torch.uint8, device="cpu")
         while digest.read(file.fileno(), memory(piece)) == len(piece):
             pass
         return digest.hexdigest()
@@ -79,8 +79,12 @@ class TensorFile:
         places: parts of memory [N, 2], addresses and bytes, that a tensor is read into, one after the other. Returns the tensors
             without places.
         """
-        made = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in self.kinds.items() if name not in places}
-        head, digest = torch.empty(self._head, dtype=torch.uint8), Checksum()
+        made = {
+            name: torch.empty(shape, dtype=dtype, device="cpu")
+            for name, (dtype, shape) in self.kinds.items()
+            if name not in places
+        }
+        head, digest = torch.empty(self._head, dtype=torch.uint8, device="cpu"), Checksum()
         parts = {name: places[name] if name in places else memory(made[name]) for name in self.kinds}
         with self._errors(), _opened(self.path) as file:
             for name, (dtype, shape) in self.kinds.items():
@@ -105,7 +109,7 @@ class TensorFile:
 
 def memory(tensor: Tensor) -> Tensor:
     """Return the address and bytes of a contiguous tensor, [1, 2], which places of TensorFile.read() are."""
-    return torch.tensor([[tensor.data_ptr(), tensor.nbytes]])
+    return torch.tensor([[tensor.data_ptr(), tensor.nbytes]], device="cpu")
 
 
 def _opened(path: Path) -> FileIO:
