@@ -8,9 +8,6 @@ own ones in every layer. This process saves them in a folder and starts another 
 - question_s: `--question` tokens behind the document, to the first token; asked_again_s: of the second cache, with all kernels
   compiled.
 
-A virtual machine gets its memory on the first write, at 5 to 8 GB/s on hosts of H200s, and gives it up seconds after it is freed.
-`--touch 20GB`: the process writes and frees that much right before it restores. It then restores as on a bare machine.
-
 What it consists of: hash_s, the files hashed where they lie in the page cache, by as many threads as the host has cores; lock_s, as
 many blocks of 4 MiB page-locked in a fresh pool.
 """
@@ -43,15 +40,6 @@ from lab.script import Report, options
 
 BLOCK = 4 << 20
 """Bytes of 1,024 tokens of the 8B shape."""
-
-
-def touch(size: int) -> None:
-    """Write `size` bytes of memory, and free them."""
-    with mmap.mmap(-1, size) as memory, ThreadPoolExecutor(os.cpu_count()) as threads:
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        whole = torch.frombuffer(memory, dtype=torch.uint8)
-        list(threads.map(lambda part: part.fill_(1), whole.split(256 << 20)))
-        del whole
 
 
 def save(model: PreTrainedModel, folder: Path, length: int) -> float:
@@ -92,22 +80,20 @@ def restore(model: PreTrainedModel, folder: Path, method: str, question: int, ho
 def main() -> None:
     """Save, and start the process that restores; or be this process, where --restore names the folder."""
     given = options(
-        __doc__, shape="llama-3.1-8b", layers=int, length=131072, question=200, method="pariskv-plus", host_memory=str, touch=str,
-        folder=Path, restore=Path, commit=str, out=Path,
+        __doc__, shape="llama-3.1-8b", layers=int, length=131072, question=200, method="pariskv-plus", host_memory=str, folder=Path,
+        restore=Path, commit=str, out=Path,
     )  # fmt: skip
     device, name = where()
     with torch.no_grad():
         model = build(given.shape, device, layers=given.layers)
         if given.restore is not None:
             host = None if given.host_memory is None else read_bytes(given.host_memory, "host_memory")
-            if given.touch is not None:
-                touch(read_bytes(given.touch, "touch"))
             print(json.dumps(restore(model, given.restore, given.method, given.question, host)))
             return
         folder = Path(tempfile.mkdtemp(dir=given.folder))
         report = Report(given.out, given.commit)
         setting = {"shape": given.shape, "layers": model.config.num_hidden_layers, "length": given.length, "device": name}
-        setting |= {"question": given.question, "touch": given.touch}
+        setting |= {"question": given.question}
         try:
             saved = {"save_s": save(model, folder / "document", given.length)}
             saved["kv_bytes"] = sum(file.stat().st_size for file in (folder / "document").iterdir())
