@@ -81,7 +81,7 @@ def test_tables_fit_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     said = Said("plan", "--shape", "llama-3.1-8b", "--length", "128k", *GPU, "--gpu-memory", "16GB").out
     table, _, words = said.partition("\nauto: ")
     assert max(map(len, table.splitlines())) <= 80
-    assert table.count("icecache-digest") == 1, "in one part"
+    assert table.count("clusterkv-plus") == 1, "in one part"
     assert "What would fit: " in words
 
 

@@ -31,10 +31,7 @@ class _Flags:
         """Return an error for each sequence whose flag is set, by its first layer. Waits for the copy."""
         every = self.copy()
         return {
-            seq: CacheError(
-                f"the model gave keys or values that are not finite in layer {self._layers[layer]}, sequence {seq}; "
-                "crop or reset() the cache"
-            )
+            seq: CacheError(f"the model gave keys or values that are not finite in layer {self._layers[layer]}, sequence {seq}")
             for layer, seq in reversed(every.nonzero().tolist())
         }
 
@@ -48,9 +45,9 @@ def check_prompts(layers: Sequence[OffloadedLayer]) -> None:
 
 
 def raise_first(errors: Mapping[int, CacheError]) -> None:
-    """Raise the error of the lowest sequence, if there is one."""
+    """Raise the error of the lowest sequence, if there is one, and say what to do."""
     for seq in sorted(errors):
-        raise errors[seq]
+        raise CacheError(f"{errors[seq]}; crop or reset() the cache")
 
 
 class FiniteCheck:

@@ -342,7 +342,7 @@ class OffloadedLayer(LayerKV):
         held = self.store.table.blocks[seq]
         self.recent_queries.pop(seq, None)
         if not self.slab.data.is_cuda:  # there, slots that attention hides must be finite
-            self.slab.data[seq].zero_()
+            self.slab.data[seq].view(torch.uint8).numpy().fill(0)
         if not held and self.retriever is None:
             return  # often an empty slot
         self.drop_search()
