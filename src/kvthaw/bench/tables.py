@@ -45,5 +45,5 @@ def decode(records: Sequence[Record]) -> list[Table]:
     about = [first["shape"], first["device"], *(said for name, said in shared.items() if name not in own)]
     title = ", ".join(["decode", *about, *([f"commit {commit}"] if commit else [])])
     words = ("method", "steps")
-    where = "KV and index; hits: selected rows that were on the device; bus: MB of rows per token"
+    where = "KV and index; hits: selected rows that were on the device; bus: MB per token"
     return [by_column(title, records, names | times, words=words), by_column(where, records, names | places, words=words)]

@@ -16,7 +16,7 @@ def test_a_prompt_takes_the_longest_beginning_that_is_kept(tmp_path: Path) -> No
     """One that shares less than half is kept, too; what is kept serves another process."""
     model, folder, taken = build("llama"), KvDir(tmp_path), list[int]()
     first = prompt(1, 100)[0].tolist()
-    other = [token + 1 for token in first]
+    other = [(token + 1) % model.config.vocab_size for token in first]
     for ids in (first, [*first, 7], [*first[:60], *other[60:]], other, [*other, 7]):
         cache = Cache(model, "oracle", budget=48)
         taken.append(folder.fill(cache, ids))
